@@ -119,7 +119,7 @@ $(VENV)/.test-stamp: pyproject.toml constraints.txt hatch_build.py $(wildcard na
 # Sees the packages of .venv, so that torch is there once, and adds those of the engines. hicache is imported from here.
 $(ENGINES)/.stamp: constraints.txt $(wildcard tests/engines/requirements-*.txt) | $(VENV)/.test-stamp
 	@trap '[ $$? = 0 ] || echo "the engines could not be installed into $(ENGINES): their tests did not run" >&2' EXIT
-	echo "installing vLLM and SGLang into $(ENGINES): 1.8 GB, some minutes the first time"
+	echo "installing vLLM, SGLang and the indexer of Dynamo into $(ENGINES): 2.0 GB, some minutes the first time"
 	$(BIN)/python -m venv --clear $(ENGINES)
 	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
 	  > "$$($(ENGINES)/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth"

@@ -97,6 +97,15 @@ def run_example(repository: Path, name: str, *arguments: str) -> list[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, check=True).stdout.splitlines()
 
 
+def test_a_router_sends_a_prompt_to_the_engine_that_has_it_and_counts_on_the_shared_store(repository: Path) -> None:
+    shown = run_example(repository, "routing.py")
+    found = [re.findall(r"engine (\w+):|(\d+) on its|(\d+) with|(\d+) served", line) for line in shown[:-1]]
+    assert [tuple(filter(None, map("".join, each))) for each in found] == [
+        ("one", "0", "0", "0"), ("two", "0", "0", "0"), ("one", "320", "320", "320"), ("two", "320", "320", "320"),
+        ("two", "0", "320", "320"),
+    ]  # fmt: skip
+
+
 def test_a_conversation_reuses_pages_up_to_the_last_token_until_the_weights_change(repository: Path) -> None:
     shown = run_example(repository, "conversation.py")
     assert [line for line in shown if "of prompt" in line] == [

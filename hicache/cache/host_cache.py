@@ -21,6 +21,7 @@ tree waits for another write with its prefix.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Unpack
 
@@ -30,6 +31,7 @@ from ..arguments import instance, number, whole
 from ..config import HiCacheConfig
 from ..controller import HiCacheController
 from ..errors import InvalidInput, InvariantError
+from ..events import PageBlocks
 from ..keys import RadixKey
 from ..radix import Match, Node, RadixTree
 from ..tiers import HostPool, PageAllocator
@@ -126,6 +128,18 @@ class HostCache(TieredCache):
         self.tree.require_fitting(key)
         self.caller.called()
         return not self.closed and self._prefetcher.start(rid, key)
+
+    def describe_blocks(self, key: RadixKey, start_page: int, blocks_of: Callable[[int], PageBlocks]) -> None:
+        """Describe the pages of `key` from `start_page` on by the engine's blocks, for KV events that routers can read.
+
+        Call it after `prefetch` and `begin_write`. `blocks_of` is called at once with the number of each page that is
+        not described yet, as after it has left L2. Does nothing without events. Raises InvalidInput for tokens.
+        """
+        if not key.is_given:
+            raise InvalidInput("key: it has tokens, which events have anyway; describe page keys of the engine")
+        self.tree.require_fitting(key)
+        if self._events is not None:
+            self._events.describe_blocks(key, start_page, blocks_of)
 
     def check_prefetch(self, rid: str) -> bool:
         """Return True once the prefetch of a request has ended or its time is over, and while storage is paused. The

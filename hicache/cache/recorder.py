@@ -8,11 +8,12 @@ there, and as removed when storage has lost it, not when it leaves the tree.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from ..arguments import instance, whole
 from ..events import Cleared, EventStream, Medium, Origin, Recorded, Removed, RemovedRun, Snapshot, StoredRun
-from ..events.types import NO_ORIGIN
-from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, PageChain, namespace_seed
+from ..events.types import NO_ORIGIN, PageBlocks
+from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, PageChain, RadixKey, namespace_seed, split_keys
 from ..radix import Node, PrefixTree
 
 # The time of a snapshot within one step of the scheduler: a tree of 100,000 nodes takes about 300 steps.
@@ -21,6 +22,9 @@ SLICE_S = 0.0005
 BLOCK_NODES = 256
 # Adapters and tenants whose names are stored; the oldest is forgotten first.
 ORIGINS_MAX = 65_536
+# Pages that were described and are not in the tree; the oldest is forgotten first. They are being read from storage or
+# written to L2, so this is more than the requests in flight have, and with pages of 64 tokens about 50 MB.
+AWAITED_MAX = 65_536
 
 
 class EventRecorder:
@@ -32,6 +36,9 @@ class EventRecorder:
     Invariant: `_blocks` has each leaf of the tree, by its id, in blocks of neighbouring ids. It has all nodes from
     their first event to their end, except heads that were split off and still have children. So a snapshot finds all
     nodes, a few hundred at a time, even if one node has 100,000 children, which could only be listed at once.
+
+    Invariant: `_described` has the engine's blocks of pages that are in the tree, by page key, and `_awaited` those of
+    pages that were not there at their last event. Both are empty unless the engine describes its pages.
     """
 
     def __init__(self, stream: EventStream, *, slice_s: float = SLICE_S) -> None:
@@ -42,6 +49,8 @@ class EventRecorder:
         self._blocks: dict[int, dict[int, Node]] = {}
         self._walk: SnapshotWalk | None = None
         self._walks = 1
+        self._described: dict[bytes, PageBlocks] = {}
+        self._awaited: dict[bytes, PageBlocks] = {}
 
     def describe(
         self, extra_key: str | None, cache_salt: str | None, lora_id: int | None, lora_name: str | None
@@ -56,6 +65,17 @@ class EventRecorder:
         while len(self._origins) >= ORIGINS_MAX:
             del self._origins[next(iter(self._origins))]
         self._origins[seed] = Origin(lora_id, lora_name, cache_salt)
+
+    def describe_blocks(self, key: RadixKey, start_page: int, blocks_of: Callable[[int], PageBlocks]) -> None:
+        """Set the engine's blocks of the pages of `key` from `start_page` on, for events from now on. `blocks_of` is
+        called with the number of each page whose blocks are unknown."""
+        awaited = self._awaited
+        for number, page in enumerate(split_keys(key.tokens)[start_page:], start_page):
+            if page not in self._described:
+                blocks = awaited.pop(page) if page in awaited else blocks_of(number)
+                awaited[page] = blocks  # as the newest
+        while len(awaited) > AWAITED_MAX:
+            del awaited[next(iter(awaited))]
 
     def stored(self, medium: Medium, tree: PrefixTree, node: Node) -> None:
         """Record that `node` was just added to `medium`. A node read from storage to the host is reported on both."""
@@ -109,6 +129,9 @@ class EventRecorder:
         del block[node.id]
         if not block:
             del self._blocks[node.id // BLOCK_NODES]
+        if self._described:
+            for page in split_keys(node.key):
+                self._described.pop(page, None)
         parent = node.parent
         if parent is not None and parent.parent is not None and len(parent.children) == 1:
             self._enter(parent)
@@ -129,6 +152,7 @@ class EventRecorder:
     def cleared(self) -> None:
         """Record that the tree was replaced by an empty one."""
         self._blocks = {}
+        self._described.clear()
         self.stream.put(Cleared())
         if self._walk is not None:
             self._walk.snapshot.put(Cleared())
@@ -144,15 +168,26 @@ class EventRecorder:
             self._walk = None
 
     def stored_run(self, medium: Medium, tree: PrefixTree, node: Node, session_id: str | None = None) -> StoredRun:
-        """Return the event that `node` is on `medium`. Hashes nothing. If the engine supplies page keys, the tokens are
-        unknown and not in the event."""
+        """Return the event that `node` is on `medium`. Hashes nothing. If the engine supplies page keys, the event has
+        the blocks of described pages instead of tokens."""
         parent = node.parent
         begins = parent is None or parent.parent is None
         keys = tree.run_keys(node)
         prior = tree.prior_of(node) if isinstance(keys, bytes) else b""
-        tokens = b"" if tree.position_bytes == PAGE_KEY_BYTES else node.key
+        given = tree.position_bytes == PAGE_KEY_BYTES
+        tokens, blocks = (b"", self._blocks_of(node)) if given else (node.key, ())
         origin = self._origin(node, session_id)
-        return StoredRun(medium, tree.pages(node), keys, prior, begins, tokens, tree.page_size, origin)
+        return StoredRun(medium, tree.pages(node), keys, prior, begins, tokens, tree.page_size, origin, blocks)
+
+    def _blocks_of(self, node: Node) -> tuple[PageBlocks | None, ...]:
+        """Return the blocks of each page of `node`, which is in the tree; empty if no page of it was described."""
+        if not (self._described or self._awaited):
+            return ()
+        pages = split_keys(node.key)
+        if self._awaited:
+            self._described.update((page, self._awaited.pop(page)) for page in pages if page in self._awaited)
+        blocks = tuple(map(self._described.get, pages))
+        return blocks if any(blocks) else ()
 
     def _origin(self, node: Node, session_id: str | None) -> Origin:
         origin = NO_ORIGIN

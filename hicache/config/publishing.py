@@ -67,8 +67,8 @@ class EventsConfig(Section):
     )
     token_ids: bool = Field(
         default=True,
-        description="Publish the token ids of stored pages, which are the prompts. Off, consumers can only match page "
-        "keys.",
+        description="Publish the token ids of stored pages, which are the prompts. Off, events have page keys only: "
+        "routers that index tokens, such as NVIDIA Dynamo's, ignore them (docs/routing.md).",
     )
     tenants: bool = Field(
         default=False,

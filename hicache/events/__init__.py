@@ -2,15 +2,18 @@
 
 The cache creates events (`hicache.cache.recorder`), `EventStream` carries them, `PrefixIndex` applies them. `publisher`
 and `subscriber` send them over a network in the format of docs/formats/kv_events.md; they need the extra `events`.
+`blocks` translates them into events of an engine's blocks, for routers.
 """
 
 from .index import PrefixIndex
 from .stream import EventReader, EventStream, Snapshot, StreamStatistics
 from .types import (
+    BlockLabels,
     Cleared,
     Event,
     Medium,
     Origin,
+    PageBlocks,
     Publisher,
     PublisherStatistics,
     Recorded,
@@ -21,12 +24,14 @@ from .types import (
 )
 
 __all__ = [
+    "BlockLabels",
     "Cleared",
     "Event",
     "EventReader",
     "EventStream",
     "Medium",
     "Origin",
+    "PageBlocks",
     "PrefixIndex",
     "Publisher",
     "PublisherStatistics",

@@ -27,6 +27,7 @@ from ..clock import SYSTEM_CLOCK, Clock
 from ..config import EventsConfig
 from ..config.addresses import ranked_endpoint
 from ..errors import ConfigError
+from .blocks import BlockEvent, BlockLedger
 from .security import CurveKeys, require_private
 from .stream import EventStream
 from .types import Cleared, Event, PublisherStatistics
@@ -75,8 +76,8 @@ class _ListedKeys:
 class EventPublisher:
     """See the module's docstring. Starts a thread; a context manager that closes.
 
-    `given_keys`: the engine supplies the page keys. Raises ConfigError without an endpoint, and for an endpoint that
-    cannot be bound or that other users or hosts can reach without keys.
+    `given_keys`: the engine supplies the page keys, and events name its blocks (`blocks`). Raises ConfigError without
+    an endpoint, and for an endpoint that cannot be bound or that other users or hosts can reach without keys.
     """
 
     def __init__(
@@ -89,7 +90,8 @@ class EventPublisher:
         self._config = config
         self._clock = clock
         self._topic = config.topic.encode()
-        self._form = WireForm(config.token_ids, config.tenants, given_keys, config.data_parallel_rank)
+        self._form = WireForm(config.token_ids, config.tenants, config.data_parallel_rank)
+        self._ledger = BlockLedger() if given_keys else None
         self._kept: deque[bytes] = deque()  # the payloads of the newest batches, the last with number `_sequence` - 1
         self._kept_bytes = 0
         # Microseconds since 1970, so that the numbers of a later publisher at this address are larger. A subscriber
@@ -221,11 +223,11 @@ class EventPublisher:
             # Subscribers may still have the tree of a previous publisher at this address.
             self._send([Cleared()])
         events = self._reader.drain(DRAIN_EVENTS_MAX)
-        for part in _parts(events):
+        for part in _parts(events if self._ledger is None else self._ledger.translate(events)):
             self._send(part)
         return bool(events)
 
-    def _send(self, events: Sequence[Event]) -> None:
+    def _send(self, events: Sequence[Event | BlockEvent]) -> None:
         payload = encode_batch(events, self._clock.wall_s(), self._form)
         frames = (self._topic, _number(self._sequence), payload)
         if self._router is not None:
@@ -273,9 +275,9 @@ def _number(sequence: int) -> bytes:
     return sequence.to_bytes(SEQUENCE_BYTES, "big")
 
 
-def _parts(events: Iterable[Event]) -> Iterator[list[Event]]:
+def _parts(events: Iterable[Event | BlockEvent]) -> Iterator[list[Event | BlockEvent]]:
     """Yield `events` in lists of about `BATCH_BYTES_MAX`."""
-    part: list[Event] = []
+    part: list[Event | BlockEvent] = []
     size_bytes = 0
     for event in events:
         part.append(event)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from ..keys import PAGE_KEY_BYTES, PageChain, split_keys
 
@@ -43,6 +43,41 @@ class Origin(NamedTuple):
 NO_ORIGIN = Origin()
 
 
+class BlockLabels(NamedTuple):
+    """Fields that an engine publishes with each block of a request: the adapter, and the kind of its KV cache."""
+
+    lora_id: int | None = None
+    lora_name: str | None = None
+    spec_kind: str | None = None
+    sliding_window: int | None = None
+
+
+NO_LABELS = BlockLabels()
+
+
+class PageBlocks(NamedTuple):
+    """The blocks of an engine that form one page, for an engine that supplies the page keys.
+
+    `hashes` are the engine's hashes of the blocks, 32 bytes each, joined. `parent` is the hash of the block before
+    them; it is None if they begin a prompt. `tokens` are their tokens, uint32 little endian. `extra_keys` has one entry
+    per block: the inputs other than tokens that its hash covers, as the engine publishes them. The repr hides all.
+    """
+
+    hashes: bytes
+    parent: bytes | None
+    tokens: bytes
+    extra_keys: tuple[tuple[Any, ...] | None, ...]
+    labels: BlockLabels = NO_LABELS
+
+    def __repr__(self) -> str:
+        return f"PageBlocks({len(self.hashes) // PAGE_KEY_BYTES} blocks)"
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the approximate size in memory."""
+        return EVENT_OVERHEAD_BYTES + len(self.hashes) + len(self.tokens)
+
+
 class Stored(NamedTuple):
     """A run of consecutive pages is now on `medium`.
 
@@ -50,7 +85,8 @@ class Stored(NamedTuple):
     if the run begins a prompt, and then `seed` is the start of the chain: empty, or a 32-byte digest of adapter and
     salt. `tokens` is the hashed sequence, uint32 little endian, with `page_size` positions per page and 4 bytes per
     position, or 8 if a position is a pair of tokens (bigrams, as in EAGLE). It is empty if tokens are withheld, or
-    unknown because the engine supplies the page keys.
+    unknown because the engine supplies the page keys. Then `blocks` may have the engine's blocks of each page, None for
+    a page whose blocks are unknown; it is empty if all are.
     """
 
     medium: Medium
@@ -60,6 +96,7 @@ class Stored(NamedTuple):
     tokens: bytes
     page_size: int
     origin: Origin = NO_ORIGIN
+    blocks: tuple[PageBlocks | None, ...] = ()
 
     def __repr__(self) -> str:
         tokens = f"{len(self.tokens)} bytes of tokens" if self.tokens else "no tokens"
@@ -73,14 +110,15 @@ class Stored(NamedTuple):
     @property
     def size_bytes(self) -> int:
         """Return the approximate size in memory."""
-        return EVENT_OVERHEAD_BYTES + len(self.tokens) + _KEY_OBJECT_BYTES * len(self.keys)
+        return EVENT_OVERHEAD_BYTES + len(self.tokens) + _KEY_OBJECT_BYTES * len(self.keys) + _blocks_bytes(self.blocks)
 
     def part(self, begin: int, end: int) -> Stored:
         """Return the event of the pages `begin ... end - 1` of this run."""
         page_bytes = len(self.tokens) // len(self.keys)
         tokens = self.tokens[begin * page_bytes : end * page_bytes]
         parent, seed = (self.keys[begin - 1], b"") if begin else (self.parent, self.seed)
-        return self._replace(keys=self.keys[begin:end], parent=parent, seed=seed, tokens=tokens)
+        keys, blocks = self.keys[begin:end], self.blocks[begin:end]
+        return self._replace(keys=keys, parent=parent, seed=seed, tokens=tokens, blocks=blocks)
 
 
 class Removed(NamedTuple):
@@ -122,17 +160,18 @@ class StoredRun(NamedTuple):
     tokens: bytes
     page_size: int
     origin: Origin = NO_ORIGIN
+    blocks: tuple[PageBlocks | None, ...] = ()
 
     def resolve(self) -> Stored:
         """Return the event, with its keys hashed. Any thread."""
         prior, keys = _resolved(self.keys, self.pages, self.prior)
         parent, seed = (None, prior) if self.begins else (prior, b"")
-        return Stored(self.medium, keys, parent, seed, self.tokens, self.page_size, self.origin)
+        return Stored(self.medium, keys, parent, seed, self.tokens, self.page_size, self.origin, self.blocks)
 
     @property
     def size_bytes(self) -> int:
         """As in `Stored`."""
-        return EVENT_OVERHEAD_BYTES + len(self.tokens) + _KEY_OBJECT_BYTES * self.pages
+        return EVENT_OVERHEAD_BYTES + len(self.tokens) + _KEY_OBJECT_BYTES * self.pages + _blocks_bytes(self.blocks)
 
 
 class RemovedRun(NamedTuple):
@@ -150,6 +189,10 @@ class RemovedRun(NamedTuple):
     def size_bytes(self) -> int:
         """As in `Removed`."""
         return EVENT_OVERHEAD_BYTES + _KEY_OBJECT_BYTES * self.pages
+
+
+def _blocks_bytes(blocks: tuple[PageBlocks | None, ...]) -> int:
+    return sum(page.size_bytes for page in blocks if page is not None)
 
 
 def _resolved(keys: bytes | PageChain, pages: int, prior: bytes | PageChain) -> tuple[bytes, tuple[bytes, ...]]:

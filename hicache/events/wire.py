@@ -16,6 +16,7 @@ import numpy as np
 
 from ..errors import InvalidInput
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, split_keys
+from .blocks import GROUP, BlockEvent, BlocksRemoved, BlocksStored
 from .types import Cleared, Event, Medium, Origin, Removed, Stored
 
 # The media's names on the wire.
@@ -28,12 +29,11 @@ _HASHES_PER_KEY = PAGE_KEY_BYTES // 8
 class WireForm:
     """The optional content of events: `token_ids` adds tokens and seeds, `tenants` adds salts and sessions.
 
-    `given_keys`: page keys are the engine's own hashes, as in vLLM. `data_parallel_rank` is the engine's rank, or None.
+    `data_parallel_rank` is the engine's rank, or None.
     """
 
     token_ids: bool = True
     tenants: bool = False
-    given_keys: bool = False
     data_parallel_rank: int | None = None
 
 
@@ -47,6 +47,12 @@ class _Own(msgspec.Struct, array_like=True):
     last_token: int | None = None
 
 
+class _OwnOfBlocks(_Own, array_like=True):
+    """The same in an event of blocks, with the positions per page."""
+
+    page_size: int = 0
+
+
 # The fields that consumers declare; one without a default is always present, because vLLM requires it. Limits are
 # checked below and not by `msgspec.Meta`, which crashes the garbage collector in some releases (msgspec issue 717).
 class _BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
@@ -58,14 +64,22 @@ class _BlockStored(msgspec.Struct, tag="BlockStored", omit_defaults=True):
     medium: str | None
     lora_name: str | None
     extra_keys: list[list[Any] | None] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+    kv_cache_spec_sliding_window: int | None = None
     cache_salt: str | None = None
     session_id: str | None = None
     hicache: _Own | None = None
 
 
+class _ReadStored(_BlockStored, tag="BlockStored", omit_defaults=True):
+    hicache: _OwnOfBlocks | None = None
+
+
 class _BlockRemoved(msgspec.Struct, tag="BlockRemoved", omit_defaults=True):
     block_hashes: list[int]
     medium: str | None
+    group_idx: int | None = None
     hicache: bytes | None = None  # the page keys, 32 bytes each
 
 
@@ -73,20 +87,24 @@ class _AllBlocksCleared(msgspec.Struct, tag="AllBlocksCleared"):
     pass
 
 
-_decoder = msgspec.msgpack.Decoder(tuple[float, list[_BlockStored | _BlockRemoved | _AllBlocksCleared], int | None])
+_decoder = msgspec.msgpack.Decoder(tuple[float, list[_ReadStored | _BlockRemoved | _AllBlocksCleared], int | None])
 
 
-def encode_batch(events: Iterable[Event], timestamp_s: float, form: WireForm = WireForm()) -> bytes:
+def encode_batch(events: Iterable[Event | BlockEvent], timestamp_s: float, form: WireForm = WireForm()) -> bytes:
     """Return the bytes of one batch. `timestamp_s` is the publisher's clock, since 1970."""
     return msgspec.msgpack.encode((timestamp_s, [_to_wire(event, form) for event in events], form.data_parallel_rank))
 
 
-def _to_wire(event: Event, form: WireForm) -> msgspec.Struct:
+def _to_wire(event: Event | BlockEvent, form: WireForm) -> msgspec.Struct:
     if isinstance(event, Cleared):
         return _AllBlocksCleared()
     joined, medium = b"".join(event.keys), _NAMES[event.medium]
+    if isinstance(event, BlocksStored):
+        return _blocks_to_wire(event, joined, medium, form)
+    if isinstance(event, BlocksRemoved):
+        return _BlockRemoved(_block_hashes(event.hashes), medium, GROUP, joined)
     if isinstance(event, Removed):
-        return _BlockRemoved(_hashes(joined, form), medium, joined)
+        return _BlockRemoved(_hashes(joined), medium, hicache=joined)
     ids: list[int] = []
     own = _Own(joined, event.parent)
     if form.token_ids:
@@ -98,18 +116,35 @@ def _to_wire(event: Event, form: WireForm) -> msgspec.Struct:
         own.seed = event.seed
     parent, origin = event.parent, event.origin
     return _BlockStored(
-        _hashes(joined, form), None if parent is None else _hashes(parent, form)[0], ids, event.page_size,
+        _hashes(joined), None if parent is None else _hashes(parent)[0], ids, event.page_size,
         origin.lora_id, medium, origin.lora_name, _extra_keys(event, own.seed, form),
-        origin.cache_salt if form.tenants else None, origin.session_id if form.tenants else None, own,
+        cache_salt=origin.cache_salt if form.tenants else None,
+        session_id=origin.session_id if form.tenants else None, hicache=own,
     )  # fmt: skip
 
 
-def _hashes(keys: bytes, form: WireForm) -> list[int]:
+def _blocks_to_wire(event: BlocksStored, joined: bytes, medium: str, form: WireForm) -> msgspec.Struct:
+    ids = np.frombuffer(event.tokens, dtype="<u4").tolist() if form.token_ids else []
+    labels = event.labels
+    return _BlockStored(
+        _block_hashes(event.hashes), None if event.parent is None else _block_hashes([event.parent])[0], ids,
+        event.block_tokens, labels.lora_id, medium, labels.lora_name,
+        [None if keys is None else list(keys) for keys in event.extra_keys], GROUP, labels.spec_kind,
+        labels.sliding_window, hicache=_OwnOfBlocks(joined, event.page_parent, page_size=event.page_tokens),
+    )  # fmt: skip
+
+
+def _hashes(keys: bytes) -> list[int]:
     """Return the integers by which consumers identify pages: the first 64 bits of each page key, as SGLang publishes
-    them for the same keys; for keys from vLLM the last 64 bits, as vLLM publishes them."""
-    numbers = np.frombuffer(keys, dtype=">u8" if form.given_keys else ">i8")
-    hashes: list[int] = numbers[_HASHES_PER_KEY - 1 if form.given_keys else 0 :: _HASHES_PER_KEY].tolist()
+    them for the same keys."""
+    hashes: list[int] = np.frombuffer(keys, dtype=">i8")[::_HASHES_PER_KEY].tolist()
     return hashes
+
+
+def _block_hashes(hashes: Sequence[bytes]) -> list[int]:
+    """Return the integers by which consumers identify blocks of vLLM: the last 64 bits, as vLLM publishes them."""
+    numbers: list[int] = np.frombuffer(b"".join(hashes), dtype=">u8")[_HASHES_PER_KEY - 1 :: _HASHES_PER_KEY].tolist()
+    return numbers
 
 
 def _extra_keys(event: Stored, seed: bytes, form: WireForm) -> list[list[Any] | None] | None:
@@ -139,15 +174,17 @@ def decode_batch(payload: bytes) -> tuple[Event, ...]:
     return tuple(map(_from_wire, events))
 
 
-def _from_wire(event: _BlockStored | _BlockRemoved | _AllBlocksCleared) -> Event:
+def _from_wire(event: _ReadStored | _BlockRemoved | _AllBlocksCleared) -> Event:
     if isinstance(event, _AllBlocksCleared):
         return Cleared()
     own = event.hicache
     if own is None:
         raise InvalidInput("KV events: the batch has no page keys; connect to a publisher of HiCache")
     if isinstance(own, bytes):
-        return Removed(_medium(event.medium), _keys(own, len(event.block_hashes)))
-    assert isinstance(event, _BlockStored)
+        return Removed(_medium(event.medium), _keys(own, None if event.group_idx == GROUP else len(event.block_hashes)))
+    assert isinstance(event, _ReadStored)
+    if own.page_size:
+        return _from_blocks(event, own)
     keys = _keys(own.keys, len(event.block_hashes))
     positions = len(keys) * event.block_size
     if not keys or event.block_size < 1:
@@ -159,6 +196,15 @@ def _from_wire(event: _BlockStored | _BlockRemoved | _AllBlocksCleared) -> Event
     tokens = _token_bytes(event.token_ids, own.last_token)
     origin = Origin(event.lora_id, event.lora_name, event.cache_salt, event.session_id)
     return Stored(_medium(event.medium), keys, parent, seed, tokens, event.block_size, origin)
+
+
+def _from_blocks(event: _ReadStored, own: _OwnOfBlocks) -> Stored:
+    """Return the pages that an event of blocks completes. Their tokens are unknown: the blocks may be only a part."""
+    keys = _keys(own.keys, None)
+    if not keys or own.page_size < 1:
+        raise InvalidInput("KV events: a stored run has no positions")
+    parent = None if own.parent is None else _keys(own.parent, 1)[0]
+    return Stored(_medium(event.medium), keys, parent, b"", b"", own.page_size, Origin(event.lora_id, event.lora_name))
 
 
 def _token_bytes(ids: Sequence[int], last_token: int | None) -> bytes:
@@ -174,8 +220,10 @@ def _token_bytes(ids: Sequence[int], last_token: int | None) -> bytes:
     return np.stack((numbers, seconds), axis=1).astype("<u4").tobytes()
 
 
-def _keys(joined: bytes, count: int) -> tuple[bytes, ...]:
-    if len(joined) != PAGE_KEY_BYTES * count:
+def _keys(joined: bytes, count: int | None) -> tuple[bytes, ...]:
+    """Return `count` page keys, or any number of them."""
+    pages, rest = divmod(len(joined), PAGE_KEY_BYTES)
+    if rest or count not in (None, pages):
         raise InvalidInput(f"KV events: {len(joined)} bytes of page keys for {count} pages of {PAGE_KEY_BYTES}")
     return tuple(split_keys(joined))
 

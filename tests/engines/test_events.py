@@ -20,7 +20,8 @@ import zmq
 
 from hicache.config import EventsConfig
 from hicache.config.addresses import ranked_endpoint
-from hicache.events import Cleared, Event, EventStream, Medium, Origin, Removed, Stored
+from hicache.events import BlockLabels, Cleared, Event, EventStream, Medium, Origin, PageBlocks, Removed, Stored
+from hicache.events.blocks import BlockLedger
 from hicache.events.publisher import EventPublisher
 from hicache.events.wire import WireForm, encode_batch
 from hicache.keys import RadixKey, page_keys, token_bytes
@@ -205,9 +206,18 @@ def test_sglang_writes_the_same_fields_in_another_order_without_an_unknown_name(
     assert written(theirs) == written((1.0, [first, named, removed, cleared], 0))
 
 
-def test_keys_given_by_vllm_have_the_block_hashes_that_vllm_publishes() -> None:
-    (event,) = own([EVENTS[5]], WireForm(given_keys=True))
-    assert event["block_hashes"] == [maybe_convert_block_hash(BlockHash(key)) for key in KEYS]
+@pytest.mark.parametrize("engine", ENGINES, ids=["vllm", "sglang"])
+def test_the_decoder_of_an_engine_reads_the_blocks_of_a_page(engine: Any) -> None:
+    labels = BlockLabels(7, "lora", "full_attention", 128)
+    page = PageBlocks(b"".join(KEYS), None, TOKENS, (("lora", "salt"), None), labels)
+    stored = Stored(Medium.HOST, KEYS[1:], None, b"", b"", 8, blocks=(page,))
+    events = BlockLedger().translate([stored, Removed(Medium.HOST, KEYS[1:])])
+    found, removed = decoded(engine, [encode_batch(events, 1.0, WireForm(data_parallel_rank=2))])
+    assert found.block_hashes == removed.block_hashes == [maybe_convert_block_hash(BlockHash(key)) for key in KEYS]
+    assert (found.token_ids, found.block_size, found.medium, found.lora_name) == (IDS, 4, "CPU", "lora")
+    if engine is vllm:
+        assert (found.extra_keys, found.group_idx, removed.group_idx) == ([("lora", "salt"), None], 0, 0)
+        assert (found.kv_cache_spec_kind, found.kv_cache_spec_sliding_window) == ("full_attention", 128)
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=["vllm", "sglang"])

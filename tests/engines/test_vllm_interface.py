@@ -89,10 +89,10 @@ READ = {
     "vllm.config:MultiModalConfig": "mm_processor_cache_gb",
     "vllm.config:VllmConfig": "model_config parallel_config cache_config load_config speculative_config "
     "kv_transfer_config kv_events_config",
-    "vllm.distributed.kv_events:BlockRemoved": "block_hashes medium",
+    "vllm.distributed.kv_events:BlockRemoved": "block_hashes medium group_idx",
     "vllm.distributed.kv_events:BlockStored": "block_hashes parent_block_hash token_ids block_size lora_id medium "
-    "lora_name",
-    "vllm.lora.request:LoRARequest": "lora_name lora_path",
+    "lora_name extra_keys group_idx kv_cache_spec_kind kv_cache_spec_sliding_window",
+    "vllm.lora.request:LoRARequest": "lora_name lora_path name adapter_id",
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "get_block_ids",
     "vllm.v1.core.sched.output:CachedRequestData": "resumed_req_ids",
     "vllm.v1.core.sched.output:KVConnectorBlockState": "get_block_ids",
@@ -105,7 +105,7 @@ READ = {
     "vllm.v1.metrics.cache_hit_source:CacheHitSource": "HOST DISK",
     "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta",
     "vllm.v1.request:Request": "request_id num_computed_tokens block_hashes skip_reading_prefix_cache num_tokens "
-    "lora_request",
+    "lora_request all_token_ids mm_features cache_salt prompt_embeds",
 }  # fmt: skip
 
 

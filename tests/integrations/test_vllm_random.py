@@ -20,6 +20,15 @@ pytestmark = pytest.mark.long
 STEPS = 120
 
 
+class DescribesPromptsOnly(SchedulerSide):
+    """Does not describe the pages that it saves, only those that it reads from storage."""
+
+    def _save(self, *arguments: Any) -> None:
+        blocks_of, self._blocks_of = self._blocks_of, None
+        super()._save(*arguments)
+        self._blocks_of = blocks_of
+
+
 class Walk:
     """One random run, with options drawn from the seed, except for `fixed`."""
 
@@ -41,6 +50,7 @@ class Walk:
             "drafts": draw.choice([0, 0, 2]) if batches == 1 else 0,
             "budget": draw.choice([5, 16, 64]),
             "caching": draw.random() < 0.8,
+            "event_bytes": draw.choice([1 << 26, 1 << 13]),  # the small stream has gaps
             "chance": draw,
         } | fixed
         self.faults = draw.random() < 0.5
@@ -55,6 +65,7 @@ class Walk:
                     self.action(engine)
                     if self.random.random() < 0.2:
                         engine.pages_on_host(self.new_request(engine))
+                        engine.check_events()
                 for worker in engine.workers:
                     worker.failing.clear()
 
@@ -101,7 +112,10 @@ def test_a_random_run_uses_no_wrong_byte_and_leaks_nothing(seed: int, tmp_path: 
 
 
 # With few blocks, requests are preempted often.
-@pytest.mark.parametrize(("kind", "fixed"), [(NeverFlushes, {"blocks": 14, "pages": 64}), (IgnoresFailures, {})])
+@pytest.mark.parametrize(
+    ("kind", "fixed"),
+    [(NeverFlushes, {"blocks": 14, "pages": 64}), (IgnoresFailures, {}), (DescribesPromptsOnly, {"page_blocks": 2})],
+)
 def test_random_runs_detect_a_broken_connector(
     kind: type[SchedulerSide], fixed: dict[str, int], tmp_path: Path
 ) -> None:

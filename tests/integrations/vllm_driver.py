@@ -10,7 +10,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,13 @@ import torch
 from hicache.cache import create_host_cache
 from hicache.cache.host_cache import _host_pages
 from hicache.config import HiCacheConfig
+from hicache.events import EventStream, Medium, PageBlocks
 from hicache.integrations.vllm.jobs import Report, Step
 from hicache.integrations.vllm.layout import BlockLayout
 from hicache.integrations.vllm.scheduler import SchedulerSide
-from hicache.keys import Namespace, RadixKey
+from hicache.keys import Namespace, RadixKey, token_bytes
 from hicache.tiers import SharedHostPool
+from tests.events.router import Block, BlockRouter, blocks_in
 from tests.waiting import WAIT_S, wait_for
 
 from .vllm_parts import BLOCK, LAYERS, PARTS_MAX, REGIONS, SLOT, Blocks, Done, Form, Request, Row, Scheduled, Worker
@@ -55,7 +57,11 @@ class Engine:
             "a model", self.layout.shape, tp_size=form.ranks, ranks_share_pages=True, key_hash="of the test"
         )
         self.cache = create_host_cache(config, namespace, host=self.pool)
-        self.scheduler = kinds[0](self.cache, self.layout, layerwise=form.layerwise)
+        stream = EventStream(form.event_bytes)
+        self.cache.record_events(stream)
+        self.events, self.router = stream.subscribe(), BlockRouter()
+        self.described: dict[bytes, PageBlocks] = {}  # by page key
+        self.scheduler = kinds[0](self.cache, self.layout, layerwise=form.layerwise, blocks_of=self.blocks_of)
         memory = [[[torch.zeros(form.blocks, BLOCK * SLOT, dtype=torch.uint8) for _ in range(REGIONS)]
                    for _ in range(LAYERS)] for _ in range(form.ranks)]  # fmt: skip
         self.workers = [kinds[1](self.pool, self.layout, rank, memory[rank]) for rank in range(form.ranks)]
@@ -161,6 +167,39 @@ class Engine:
 
     def fail(self, *kinds: str, rank: int = 0) -> None:
         self.workers[rank].failing = set(kinds)
+
+    # Routers
+
+    def blocks_of(self, request: Request, page: int) -> PageBlocks:
+        """Return the blocks of a page, as the connector describes them."""
+        first, per_page = page * self.layout.blocks_per_page, self.layout.blocks_per_page
+        hashes = request.block_hashes[first : first + per_page]
+        tokens = token_bytes(request.tokens[first * BLOCK : (first + per_page) * BLOCK])
+        found = PageBlocks(
+            b"".join(hashes), request.block_hashes[first - 1] if first else None, tokens, (None,) * per_page
+        )
+        self.described[RadixKey.of_hashes(hashes[-1:], extra_key=request.adapter).tokens] = found
+        return found
+
+    def check_events(self) -> None:
+        """Assert that a router knows the blocks on the host, and those on storage as far as the tree knows them. Does
+        nothing while it waits for a snapshot."""
+        with self.scheduler._lock:
+            self.router.follow(self.events)
+            if not self.events.in_sync:
+                return
+            tree = self.cache.tree
+            on_host = [key for node in tree.nodes() if node.host is not None for key in tree.page_keys(node)]
+            assert self.router.on[Medium.HOST] == self._blocks(on_host), "a router has wrong blocks"
+            stored = self.router.on[Medium.STORAGE]
+            assert self._blocks(tree.stored.ends()).items() <= stored.items(), "a router lacks stored blocks"
+
+    def _blocks(self, keys: Iterable[bytes]) -> dict[bytes, Block]:
+        found: dict[bytes, Block] = {}
+        for key in keys:
+            assert key in self.described, "a router has wrong blocks: the connector did not describe a page"
+            found |= blocks_in(self.described[key])
+        return found
 
     # vLLM's scheduler
 

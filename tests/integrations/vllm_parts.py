@@ -194,7 +194,8 @@ class Row(NamedTuple):
 @dataclass(frozen=True)
 class Form:
     """The parameters of an engine. `batches` in flight: 2 is asynchronous scheduling. `drafts`: tokens of speculative
-    decoding. `budget`: tokens of a step. `caching`: vLLM's own prefix cache is on."""
+    decoding. `budget`: tokens of a step. `caching`: vLLM's own prefix cache is on. `event_bytes` bounds the stream of
+    events."""
 
     blocks: int = 64
     pages: int = 64
@@ -206,6 +207,7 @@ class Form:
     drafts: int = 0
     budget: int = 64
     caching: bool = True
+    event_bytes: int = 1 << 26
 
 
 @dataclass(eq=False)

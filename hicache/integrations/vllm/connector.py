@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from vllm.config import VllmConfig
-from vllm.distributed.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
@@ -18,25 +17,21 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorWorkerMetadata,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
-from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
-from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from ...admin import serve_configured as serve_admin
 from ...cache import create_host_cache
 from ...errors import ConfigError
-from ...events import Cleared, Event, EventReader, EventStream, Medium, Stored
+from ...events import EventStream
 from ...metrics import serve_configured as serve_metrics
+from .blocks import BlockEvents, describer
 from .engine import AdapterKeys, Engine, WorkerLayout, form_of, wants_layerwise, warn_of_settings
 from .figures import CopyPromMetrics, CopyStats
 from .jobs import Report, Step
 from .scheduler import SchedulerSide
 from .worker import Collected, WorkerSide
 
-# The most events that vLLM gets in one step; the rest follows in the next one.
-_EVENTS_MAX = 10_000
-# The names of vLLM's own tiers in its events.
-_MEDIUMS = {Medium.HOST: "CPU", Medium.STORAGE: "STORAGE"}
 _CLOSE_S = 10.0
 
 
@@ -69,7 +64,7 @@ class HiCacheConnector(KVConnectorBase_V1):
         super().__init__(vllm_config, role, kv_cache_config)
         _log_as_vllm()
         self._engine = Engine.of(vllm_config, kv_cache_config)
-        self._blocks = kv_cache_config.num_blocks
+        self._blocks, self._spec = kv_cache_config.num_blocks, kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self._adapters = AdapterKeys()
         self._scheduler: _Scheduler | None = None
         self._worker: _Worker | None = None
@@ -93,7 +88,7 @@ class HiCacheConnector(KVConnectorBase_V1):
 
     def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
         assert self._pool is not None
-        self._scheduler = _Scheduler(self._engine, self._pool, metadata)
+        self._scheduler = _Scheduler(self._engine, self._spec, self._pool, metadata)
 
     # The worker
 
@@ -176,8 +171,8 @@ class HiCacheConnector(KVConnectorBase_V1):
         return True
 
     def take_events(self) -> Iterable[Any]:
-        reader = None if self._scheduler is None else self._scheduler.events
-        return () if reader is None else _vllm_events(reader.drain(_EVENTS_MAX))
+        events = None if self._scheduler is None else self._scheduler.events
+        return () if events is None else events.take()
 
     # Figures
 
@@ -236,16 +231,17 @@ class _Worker:
 class _Scheduler:
     """The parts of a connector in the scheduler's process."""
 
-    def __init__(self, engine: Engine, pool: Any, workers: dict[int, Any]) -> None:
+    def __init__(self, engine: Engine, spec: KVCacheSpec, pool: Any, workers: dict[int, Any]) -> None:
         namespace = engine.namespace(form_of(workers, pool, engine.layout.ranks))
         cache = create_host_cache(engine.config, namespace, host=pool)
-        self.events: EventReader | None = None
-        events = engine.vllm.kv_events_config
-        if events is not None and events.enable_kv_cache_events and engine.config.events.endpoint is None:
-            stream = EventStream(engine.config.events.buffer)
+        self.events: BlockEvents | None = None
+        section, events = engine.config.events, engine.vllm.kv_events_config
+        if events is not None and events.enable_kv_cache_events and section.endpoint is None:
+            stream = EventStream(section.buffer)
             cache.record_events(stream)
-            self.events = stream.subscribe()
-        self.decisions = SchedulerSide(cache, engine.layout, layerwise=engine.layerwise)
+            self.events = BlockEvents(stream.subscribe())
+        blocks_of = describer(section, engine.layout, spec, in_vllm=self.events is not None)
+        self.decisions = SchedulerSide(cache, engine.layout, layerwise=engine.layerwise, blocks_of=blocks_of)
         self._metrics = serve_metrics(engine.config, cache.statistics)
         self._admin = serve_admin(engine.config, cache, namespace)
 
@@ -255,30 +251,6 @@ class _Scheduler:
         if self._metrics is not None:
             self._metrics.close()
         self.decisions.close()
-
-
-def _vllm_events(events: Iterable[Event]) -> Iterator[KVCacheEvent]:
-    """Yield events of host memory and storage in vLLM's form, which vLLM publishes with those of its device.
-
-    A page key is the hash of the page's last block, so subscribers know it from the device's events; pages of adapters
-    have keys of HiCache. The tokens are unknown: vLLM hashes them, and HiCache only gets hashes.
-    """
-    for event in events:
-        if isinstance(event, Cleared):
-            yield AllBlocksCleared()
-        elif isinstance(event, Stored):
-            yield BlockStored(
-                block_hashes=[maybe_convert_block_hash(key) for key in event.keys],
-                parent_block_hash=None if event.parent is None else maybe_convert_block_hash(event.parent),
-                token_ids=[],
-                block_size=event.page_size,
-                lora_id=None,
-                medium=_MEDIUMS[event.medium],
-                lora_name=None,
-            )
-        else:
-            hashes = [maybe_convert_block_hash(key) for key in event.keys]
-            yield BlockRemoved(block_hashes=hashes, medium=_MEDIUMS[event.medium])
 
 
 def _log_as_vllm() -> None:

@@ -25,12 +25,14 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import numpy as np
 
 from ...cache import HostCache
 from ...cache.host_cache import HostLoad, HostWrite
+from ...events import PageBlocks
 from ...keys import RadixKey
 from ...types import NO_PAGES, PageIds
 from .jobs import Ended, Job, Report, Step
@@ -102,14 +104,19 @@ class Copied:
 
 class SchedulerSide:
     """See the module's docstring. `layerwise`: the forward waits for loads layer by layer, instead of vLLM scheduling
-    the request after they have ended. Owns the cache: `close` closes it.
+    the request after they have ended. `blocks_of` returns the blocks of a page of a request, for events that routers
+    read; None for events without them. Owns the cache: `close` closes it.
     """
 
-    def __init__(self, cache: HostCache, layout: BlockLayout, *, layerwise: bool = False) -> None:
+    def __init__(
+        self, cache: HostCache, layout: BlockLayout, *, layerwise: bool = False,
+        blocks_of: Callable[[Any, int], PageBlocks] | None = None,
+    ) -> None:  # fmt: skip
         self.cache = cache
         self._clock = cache.controller.clock
         self._layout = layout
         self._layerwise = layerwise
+        self._blocks_of = blocks_of
         self._lock = threading.RLock()
         self._requests: dict[str, _Tracked] = {}
         self._jobs: dict[int, _Open] = {}
@@ -132,7 +139,9 @@ class SchedulerSide:
             if request.request_id not in self._requests:
                 tracked = self._requests[request.request_id] = _Tracked(request, extra_key)
                 if not request.skip_reading_prefix_cache:
-                    self.cache.prefetch(request.request_id, self._key(tracked, self._prompt_pages(request)))
+                    key = self._key(tracked, self._prompt_pages(request))
+                    if self.cache.prefetch(request.request_id, key):
+                        self._describe(request, key, 0)
 
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """Return how many tokens after the first `computed_tokens`, which are whole blocks, can be loaded. None: call
@@ -301,6 +310,11 @@ class SchedulerSide:
         last = tracked.request.block_hashes[per_page - 1 : pages * per_page : per_page]
         return RadixKey.of_hashes(last, extra_key=tracked.extra_key)
 
+    def _describe(self, request: EngineRequest, key: RadixKey, start_page: int) -> None:
+        """Describe the pages of `key` from `start_page` on, which may enter the tree, by the blocks of `request`."""
+        if self._blocks_of is not None:
+            self.cache.describe_blocks(key, start_page, partial(self._blocks_of, request))
+
     def _save(
         self, tracked: _Tracked, tokens: int, block_ids: Callable[[str], Sequence[int] | None], orders: Step
     ) -> None:
@@ -313,9 +327,11 @@ class SchedulerSide:
         if blocks is None:
             return
         tracked.tried_pages = pages
-        write = self.cache.begin_write(request.request_id, self._key(tracked, pages))
+        key = self._key(tracked, pages)
+        write = self.cache.begin_write(request.request_id, key)
         if write is None:
             return
+        self._describe(request, key, write.start_page)
         hosts = self._host_blocks(write.host_pages)
         begin = write.start_page * self._layout.blocks_per_page
         job = Job(self._next_job, request.request_id, np.array(blocks[begin : begin + len(hosts)], np.int32), hosts)
