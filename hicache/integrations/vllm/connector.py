@@ -1,8 +1,7 @@
-"""HiCacheConnector: translates vLLM's connector interface, in the scheduler's process and in each worker."""
+"""PageConnector: translates vLLM's connector interface, in the scheduler's process and in each worker."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
@@ -27,8 +27,8 @@ from ...cache import create_host_cache
 from ...errors import ConfigError
 from ...events import Cleared, Event, EventReader, EventStream, Medium, Stored
 from ...metrics import serve_configured as serve_metrics
-from .engine import AdapterKeys, Engine, WorkerLayout, form_of, wants_layerwise, warn_of_settings
-from .figures import CopyPromMetrics, CopyStats
+from .engine import AdapterKeys, Engine, WorkerLayout, form_of, warn_of_settings
+from .figures import CopyStats
 from .jobs import Report, Step
 from .scheduler import SchedulerSide
 from .worker import Collected, WorkerSide
@@ -58,16 +58,11 @@ class HiCacheReport(KVConnectorWorkerMetadata):
         return HiCacheReport(self.report.merge(other.report))
 
 
-class HiCacheConnector(KVConnectorBase_V1):
-    """L2 and L3 of HiCache under vLLM's own prefix cache. Raises ConfigError for unsupported settings.
-
-    `kv_connector_extra_config` has `config` (path of HiCache's configuration), `model` (a name of the weights, if vLLM
-    has neither a folder nor a commit of them) and `load` (`async`, the default, or `layerwise`).
-    """
+class PageConnector(KVConnectorBase_V1, SupportsHMA):
+    """The HiCacheConnector of a model with full attention: its pages are in frames that all ranks share."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _log_as_vllm()
         self._engine = Engine.of(vllm_config, kv_cache_config)
         self._blocks = kv_cache_config.num_blocks
         self._adapters = AdapterKeys()
@@ -83,10 +78,6 @@ class HiCacheConnector(KVConnectorBase_V1):
     @property
     def requires_kv_delivery(self) -> bool:
         return False
-
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return wants_layerwise(extra_config)
 
     def get_handshake_metadata(self) -> WorkerLayout | None:
         return None if self._worker is None else self._worker.layout
@@ -168,6 +159,12 @@ class HiCacheConnector(KVConnectorBase_V1):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._decisions.finish(request.request_id), None
 
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        (blocks,) = block_ids
+        return self.request_finished(request, blocks)
+
     def has_pending_block_frees(self) -> bool:
         return self._decisions.frees_blocks_soon
 
@@ -185,14 +182,6 @@ class HiCacheConnector(KVConnectorBase_V1):
         if self._scheduler is None:
             return None
         return CopyStats.of(self._scheduler.decisions.take_copied(), self._engine.layout.shape.payload_bytes)
-
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CopyStats:
-        return CopyStats(data=dict(data or {}))
-
-    @classmethod
-    def build_prom_metrics(cls, *args: Any) -> CopyPromMetrics:
-        return CopyPromMetrics(*args)
 
     def shutdown(self) -> None:
         if self._worker is not None:
@@ -279,15 +268,6 @@ def _vllm_events(events: Iterable[Event]) -> Iterator[KVCacheEvent]:
         else:
             hashes = [maybe_convert_block_hash(key) for key in event.keys]
             yield BlockRemoved(block_hashes=hashes, medium=_MEDIUMS[event.medium])
-
-
-def _log_as_vllm() -> None:
-    """Write HiCache's log to vLLM's handlers (vLLM only sets up its own logger), unless the program has set up
-    HiCache's."""
-    ours, theirs = logging.getLogger("hicache"), logging.getLogger("vllm")
-    if not ours.handlers and not logging.getLogger().handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.level)
 
 
 def _step(metadata: KVConnectorMetadata) -> Step:

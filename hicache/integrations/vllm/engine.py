@@ -1,5 +1,4 @@
-"""Reads vLLM's configuration: whether HiCache supports this engine, the layout of a page, and its namespace.
-"""
+"""Reads vLLM's configuration: whether HiCache supports this engine, the layout of a page, and its namespace."""
 
 from __future__ import annotations
 
@@ -45,7 +44,6 @@ OPTIONS = "kv_connector_extra_config"
 _OPEN_S = 600.0
 # Entries of a model's configuration that only describe its source and its reader.
 _NOT_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version")
-_SECOND_PATH = "use vLLM's OffloadingConnector with the tier hicache.integrations.vllm_tier instead"
 
 
 @dataclass(frozen=True)
@@ -74,8 +72,7 @@ class Engine:
     def of(cls, vllm: VllmConfig, cache: KVCacheConfig) -> Engine:
         """Read vLLM's configuration. Raises ConfigError for unsupported settings, with what to change."""
         extra = extra_of(vllm)
-        known_options(OPTIONS, extra, frozenset({"config", "model", "load"}))
-        _require_supported(vllm, cache)
+        require_supported(vllm, cache)
         group = cache.kv_cache_groups[0]
         spec = group.kv_cache_spec
         config = engine_config(OPTIONS, extra, spec.block_size)
@@ -131,11 +128,6 @@ class Engine:
         """Return the namespace of the pages. `form` is that of the workers' blocks. Blocks while weights are
         fingerprinted."""
         model, vllm = self.vllm.model_config, self.vllm
-        commit = getattr(model.hf_config, "_commit_hash", None)
-        weights = model_identity(OPTIONS, extra_of(vllm), model.model, commit)
-        # Settings of the model that the command line may change, such as the scaling of its rotary embedding.
-        entries = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_THE_MODEL}
-        changed = json.dumps(entries, sort_keys=True, default=str)
         algorithm = vllm.cache_config.prefix_caching_hash_algo
         seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))  # vLLM sets it after the workers' reports
         terms = [
@@ -145,12 +137,12 @@ class Engine:
             f"weights={'dummy' if vllm.load_config.load_format == 'dummy' else 'loaded'}",
         ]  # fmt: skip
         return Namespace(
-            model=f"{weights} {hashlib.sha256(changed.encode()).hexdigest()}",
+            model=identity_of(vllm),
             geometry=self.layout.shape,
             tp_size=self.layout.ranks,
             ranks_share_pages=True,
             engine_layout=" ".join(terms),
-            quantisation=f"{model.quantization or ''} {model.quantization_config or ''}".strip(),
+            quantisation=quantisation_of(vllm),
             key_hash=f"vllm {algorithm} of {self.layout.block_tokens} tokens, seed {seed}",
             label=str(model.model),
         )
@@ -171,7 +163,7 @@ class Engine:
         """Return the regions of each layer, whose dimension 0 counts the blocks of vLLM's block tables."""
         missing = [name for name in self.layer_names if name not in caches]
         if missing:
-            raise ConfigError(f"vLLM registered no KV cache for {', '.join(missing)}; {_SECOND_PATH}")
+            raise ConfigError(f"vLLM registered no KV cache for {', '.join(missing)}; remove the connector")
         return [[group_kernel_blocks(caches[name], blocks)] for name in self.layer_names]
 
 
@@ -209,6 +201,22 @@ class AdapterKeys:
         return f"{name} {found}"
 
 
+def identity_of(vllm: VllmConfig) -> str:
+    """Return the identity of the model: its weights, and the settings that the command line may change, such as the
+    scaling of its rotary embedding. Blocks while weights are fingerprinted."""
+    model = vllm.model_config
+    weights = model_identity(OPTIONS, extra_of(vllm), model.model, getattr(model.hf_config, "_commit_hash", None))
+    entries = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_THE_MODEL}
+    changed = json.dumps(entries, sort_keys=True, default=str)
+    return f"{weights} {hashlib.sha256(changed.encode()).hexdigest()}"
+
+
+def quantisation_of(vllm: VllmConfig) -> str:
+    """Return the quantization of the weights, empty without one."""
+    model = vllm.model_config
+    return f"{model.quantization or ''} {model.quantization_config or ''}".strip()
+
+
 def extra_of(vllm: VllmConfig) -> dict[str, Any]:
     """Return the options of the connector."""
     return dict(vllm.kv_transfer_config.kv_connector_extra_config or {})
@@ -243,27 +251,35 @@ def warn_of_settings(vllm: VllmConfig, cache: KVCacheConfig) -> None:
         logger.warning(
             "kv_load_failure_policy is %r: a request fails if a copy to the device fails; set it to 'recompute'", policy
         )
-    # vLLM keeps the window of the layers that it changes to full attention, because the connector does not support its
-    # hybrid allocator.
-    layers = _layer_specs(cache)
+    # vLLM keeps the window of the layers that it changes to full attention without its hybrid allocator.
+    layers = layer_specs(cache)
     windows = [one.sliding_window for one in layers if isinstance(one, FullAttentionSpec) and one.sliding_window]
     if windows and min(windows) < length:
         logger.warning(
-            "layers of this model attend only to the last %d tokens, but with this connector vLLM keeps the KV of all "
-            "tokens, and HiCache copies and stores it; %s: it needs less memory (docs/engines.md)",
-            min(windows), _SECOND_PATH,
+            "layers of this model attend only to the last %d tokens, but without its hybrid allocator vLLM keeps the "
+            "KV of all tokens, and HiCache copies and stores it; remove "
+            "--disable-hybrid-kv-cache-manager, or the connector that turns it off", min(windows),
         )  # fmt: skip
 
 
-def _layer_specs(cache: KVCacheConfig) -> list[KVCacheSpec]:
+def has_pages(cache: KVCacheConfig) -> bool:
+    """True if all layers have full attention in one group, so that a page is the same blocks of all of them."""
+    one = len(cache.kv_cache_groups) == 1
+    return one and all(isinstance(layer, FullAttentionSpec) for layer in layer_specs(cache))
+
+
+def layer_specs(cache: KVCacheConfig) -> list[KVCacheSpec]:
+    """Return the spec of each layer, or of each group whose layers have the same one."""
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
     return [one for spec in specs for one in getattr(spec, "kv_cache_specs", {"": spec}).values()]
 
 
-def _require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
+def require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
+    """Raise ConfigError, with what to change, for options and settings that HiCache does not support."""
+    known_options(OPTIONS, extra_of(vllm), frozenset({"config", "model", "load"}))
     parallel, speculative = vllm.parallel_config, vllm.speculative_config
     algorithm, multimodal = vllm.cache_config.prefix_caching_hash_algo, vllm.model_config.multimodal_config
-    groups, layers, role = cache.kv_cache_groups, _layer_specs(cache), vllm.kv_transfer_config.kv_role
+    layers, role = layer_specs(cache), vllm.kv_transfer_config.kv_role
     problems = {
         f"kv_role {role!r} is not supported, every engine loads and saves; use 'kv_both'": role != "kv_both",
         "pipeline parallelism is not supported yet; use tensor parallelism": parallel.pipeline_parallel_size > 1,
@@ -271,10 +287,6 @@ def _require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
         "share storage": parallel.nnodes > 1,
         "context parallelism is not supported yet; turn it off":
             parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1,
-        f"models with {len(groups)} groups of KV caches (hybrid memory allocator) are not supported here; "
-        f"{_SECOND_PATH}": len(groups) != 1,
-        f"only full attention is supported here, because a sliding window drops blocks; {_SECOND_PATH}":
-            not all(isinstance(layer, FullAttentionSpec) for layer in layers),
         "the KV of this model does not depend only on earlier tokens (a prefix or a canvas is attended to as a "
         "whole, or pooling needs all tokens); remove the connector":
             any(layer.non_causal for layer in layers if isinstance(layer, FullAttentionSpec))
@@ -291,3 +303,12 @@ def _require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
     found = [problem for problem, is_there in problems.items() if is_there]
     if found:
         raise ConfigError("HiCacheConnector: " + "; ".join(found))
+
+
+def log_as_vllm() -> None:
+    """Write HiCache's log to vLLM's handlers (vLLM only sets up its own logger), unless the program has set up
+    HiCache's."""
+    ours, theirs = logging.getLogger("hicache"), logging.getLogger("vllm")
+    if not ours.handlers and not logging.getLogger().handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)
