@@ -24,4 +24,10 @@ def other_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with sliding-window layers and one full-attention layer."""
-    return save_model(tmp_path_factory.mktemp("hybrid"), hybrid=True)
+    return save_model(tmp_path_factory.mktemp("hybrid"), "windows")
+
+
+@pytest.fixture(scope="session")
+def state_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small model with states and full attention in turn."""
+    return save_model(tmp_path_factory.mktemp("states"), "states")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,17 +23,31 @@ _HIDDEN = 128
 _POSITIONS_MAX = 4096
 
 
-def save_model(folder: Path, *, seed: int = 0, hybrid: bool = False) -> Path:
-    """Save a Llama, or with `hybrid` a Gemma 3 with a sliding window in each layer but the last. Return `folder`.
+_WINDOWS = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
+_STATES = ["conv", "full_attention"] * (LAYERS // 2)
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "windows": (
+        "Gemma3TextConfig",
+        {"sliding_window": WINDOW, "query_pre_attn_scalar": HEAD_DIM, "layer_types": _WINDOWS},
+    ),
+    "states": ("Lfm2Config", {"layer_types": _STATES, "block_multiple_of": 32}),
+}
+
+
+def save_model(folder: Path, kind: str = "llama", *, seed: int = 0) -> Path:
+    """Save a Llama, a Gemma 3 with a sliding window in each layer but the last (`windows`), or an LFM2 with a state in
+    every other layer (`states`). Return `folder`.
 
     The same arguments give the same bytes, in float32; an engine converts them to its `dtype`. There is no tokenizer:
     tests use token ids.
     """
     with warnings.catch_warnings():  # from transformers and its imports
         warnings.simplefilter("ignore")
-        from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig  # noqa: PLC0415
+        import transformers  # noqa: PLC0415
 
-        config = (Gemma3TextConfig if hybrid else LlamaConfig)(
+        name, entries = _KINDS[kind]
+        config = getattr(transformers, name)(
             vocab_size=VOCABULARY,
             hidden_size=_HIDDEN,
             intermediate_size=2 * _HIDDEN,
@@ -46,12 +61,10 @@ def save_model(folder: Path, *, seed: int = 0, hybrid: bool = False) -> Path:
             bos_token_id=1,
             eos_token_id=2,
             pad_token_id=0,
-            **({"sliding_window": WINDOW, "query_pre_attn_scalar": HEAD_DIM} if hybrid else {}),
+            **entries,
         )
-        if hybrid:
-            config.layer_types = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(folder)
     return folder

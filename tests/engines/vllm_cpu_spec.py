@@ -43,7 +43,7 @@ class CopyWorker(OffloadingWorker):
     """Copies blocks between tensors of the engine and rows of the primary tier."""
 
     def __init__(self, spec: TieringOffloadingSpec, kv_caches: CanonicalKVCaches) -> None:
-        self._zeros = os.environ["TEST_ZEROS_FILE"]
+        self._zeros = os.environ.get("TEST_ZEROS_FILE", "")
         self._chunk_blocks = spec.blocks_per_chunk
         self._refs = kv_caches.group_data_refs
         self._region = SharedOffloadRegion(

@@ -27,7 +27,8 @@ from ...cache import create_host_cache
 from ...errors import ConfigError
 from ...events import Cleared, Event, EventReader, EventStream, Medium, Stored
 from ...metrics import serve_configured as serve_metrics
-from .engine import AdapterKeys, Engine, WorkerLayout, form_of, warn_of_settings
+from .announced import WorkerLayout, announce, announced
+from .engine import AdapterKeys, Engine, warn_of_settings
 from .figures import CopyStats
 from .jobs import Report, Step
 from .scheduler import SchedulerSide
@@ -64,14 +65,14 @@ class PageConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         self._engine = Engine.of(vllm_config, kv_cache_config)
-        self._blocks = kv_cache_config.num_blocks
         self._adapters = AdapterKeys()
         self._scheduler: _Scheduler | None = None
         self._worker: _Worker | None = None
-        self._pool = None
         if role == KVConnectorRole.SCHEDULER:
             warn_of_settings(vllm_config, kv_cache_config)
-            self._pool = self._engine.open_pool(worker=False)
+            found = announced(self._engine.name, self._engine.layout.ranks)
+            self._engine = self._engine.as_announced(found)
+            self._scheduler = _Scheduler(self._engine, found)
 
     # Called by vLLM before it starts
 
@@ -79,17 +80,10 @@ class PageConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         return False
 
-    def get_handshake_metadata(self) -> WorkerLayout | None:
-        return None if self._worker is None else self._worker.layout
-
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        assert self._pool is not None
-        self._scheduler = _Scheduler(self._engine, self._pool, metadata)
-
     # The worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker = _Worker(self._engine, kv_caches, self._blocks)
+        self._worker = _Worker(self._engine, kv_caches)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self._side.flush(_step(kv_connector_metadata))
@@ -100,6 +94,9 @@ class PageConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._side.start_loads(self._step)
+        if self._step.layerwise and self._step.loads:
+            for layer in range(self._engine.early_layers):
+                self._side.wait_layer(layer)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         names = self._engine.layer_names
@@ -188,8 +185,6 @@ class PageConnector(KVConnectorBase_V1, SupportsHMA):
             self._worker.side.close(_CLOSE_S)
         if self._scheduler is not None:
             self._scheduler.close()
-        if self._pool is not None:
-            self._pool.unlink()
 
     # Inside
 
@@ -204,30 +199,30 @@ class PageConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def _decisions(self) -> SchedulerSide:
-        if self._scheduler is None:
-            raise ConfigError("the workers did not report the layout of their blocks; HiCache needs vLLM 0.32 or later")
+        assert self._scheduler is not None, "vLLM decides in the scheduler's process"
         return self._scheduler.decisions
 
 
 class _Worker:
     """The parts of a connector in a worker."""
 
-    def __init__(self, engine: Engine, caches: dict[str, torch.Tensor], blocks: int) -> None:
+    def __init__(self, engine: Engine, caches: dict[str, torch.Tensor]) -> None:
         pool = engine.open_pool(worker=True)
         rank = get_tensor_model_parallel_rank()
-        self.side = WorkerSide(
-            pool, engine.layout, rank, engine.layers(caches, blocks), engine.config.transfer
-        )
-        self.layout = engine.worker_layout(caches, pool)
+        self.side = WorkerSide(pool, engine.layout, rank, engine.layers(caches), engine.config.transfer)
+        announce(engine.name, rank, engine.worker_layout(caches, pool))
         self.collected = Collected()
 
 
 class _Scheduler:
     """The parts of a connector in the scheduler's process."""
 
-    def __init__(self, engine: Engine, pool: Any, workers: dict[int, Any]) -> None:
-        namespace = engine.namespace(form_of(workers, pool, engine.layout.ranks))
-        cache = create_host_cache(engine.config, namespace, host=pool)
+    def __init__(self, engine: Engine, workers: WorkerLayout) -> None:
+        self._pool = engine.open_pool(worker=False)
+        if workers.memory != self._pool.identity:
+            raise ConfigError("a worker shares other memory than the scheduler; restart the engine, with one /dev/shm")
+        namespace = engine.namespace(workers.form)
+        cache = create_host_cache(engine.config, namespace, host=self._pool)
         self.events: EventReader | None = None
         events = engine.vllm.kv_events_config
         if events is not None and events.enable_kv_cache_events and engine.config.events.endpoint is None:
@@ -244,6 +239,7 @@ class _Scheduler:
         if self._metrics is not None:
             self._metrics.close()
         self.decisions.close()
+        self._pool.unlink()
 
 
 def _vllm_events(events: Iterable[Event]) -> Iterator[KVCacheEvent]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 from vllm import __version__
 from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -35,6 +36,7 @@ from ...logs import LimitedLog
 from ...tiers import SharedHostPool
 from ...tiers.memory import host_is_pinned, host_pages
 from ..options import engine_config, known_options, model_identity
+from .announced import WorkerLayout
 from .layout import BlockLayout
 
 logger = logging.getLogger(__name__)
@@ -46,27 +48,23 @@ _OPEN_S = 600.0
 _NOT_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version")
 
 
-@dataclass(frozen=True)
-class WorkerLayout(KVConnectorHandshakeMetadata):
-    """A worker's message to the scheduler's process before the first request: the form of its blocks, and the memory
-    that it shares."""
-
-    form: str
-    memory: tuple[int, int]
-
-
 @dataclass(frozen=True, slots=True)
 class Engine:
     """One vLLM engine, equal in all its processes. `layer_names` are in the order of the page, `specs` is a digest of
-    their attention settings in vLLM."""
+    their attention settings in vLLM. vLLM gives layers of different sizes to its workers only: see `as_announced`.
+
+    A forward does not wait for the first `early_layers` of a page, such as the cache of an indexer, so layer-wise loads
+    of them end before it begins.
+    """
 
     config: HiCacheConfig
     layout: BlockLayout
     layer_names: tuple[str, ...]
-    host_pages: int
+    blocks: int
     layerwise: bool
     specs: str
     vllm: VllmConfig
+    early_layers: int = 0
 
     @classmethod
     def of(cls, vllm: VllmConfig, cache: KVCacheConfig) -> Engine:
@@ -90,36 +88,48 @@ class Engine:
             raise ConfigError(
                 "host.shared.keep: workers of a vLLM that has died may still write to its memory; remove the entry"
             )
-        sizes = tuple(layers.get(name, spec).unpadded_page_size_bytes for name in group.layer_names)
+        early = _unawaited(vllm, group.layer_names)
+        names = sorted(group.layer_names, key=lambda name: name not in early)
+        sizes = tuple(layers.get(name, spec).unpadded_page_size_bytes for name in names)
         layout = BlockLayout(
             spec.block_size, config.page_size, sizes, vllm.parallel_config.tensor_parallel_size, cache.kv_tp_replicas
         )
         return cls(
             config=config,
             layout=layout,
-            layer_names=tuple(group.layer_names),
-            host_pages=host_pages(config.host, layout.shape, cache.num_blocks // layout.blocks_per_page),
+            layer_names=tuple(names),
+            blocks=cache.num_blocks,
             layerwise=wants_layerwise(extra),
-            specs=hashlib.sha256(repr([layers.get(name, spec) for name in group.layer_names]).encode()).hexdigest(),
+            specs=hashlib.sha256(repr([layers.get(name, spec) for name in names]).encode()).hexdigest(),
             vllm=vllm,
+            early_layers=len(early),
         )
+
+    @property
+    def name(self) -> str:
+        """The name of its shared memory."""
+        shared, rank = self.config.host.shared.name, self.vllm.parallel_config.data_parallel_index
+        if shared and rank:  # each data-parallel rank is a separate engine with the same configuration
+            shared += f"-dp{rank}"
+        return shared or f"vllm.{self.vllm.kv_transfer_config.engine_id}".replace("_", "-")
+
+    def as_announced(self, found: WorkerLayout) -> Engine:
+        """Return this engine with the layers of its workers."""
+        layout = dataclasses.replace(self.layout, layer_bytes=found.layer_bytes)
+        return dataclasses.replace(self, layout=layout, specs=found.specs)
 
     def open_pool(self, *, worker: bool) -> SharedHostPool:
         """Open the frames that all processes of the engine share; the first process creates them. Blocks until then.
 
         Raises CapacityError if they do not fit into memory, and SharedMemoryError, also if they are another engine's.
         """
-        shared, rank = self.config.host.shared.name, self.vllm.parallel_config.data_parallel_index
-        if shared and rank:  # each data-parallel rank is a separate engine with the same configuration
-            shared += f"-dp{rank}"
-        name = shared or f"vllm.{self.vllm.kv_transfer_config.engine_id}".replace("_", "-")
         pin = None
         if worker and current_platform.is_cuda():
             pin = torch.device("cuda", torch.cuda.current_device())
-        processes = None if shared else self.layout.ranks + 1
-        pool = SharedHostPool.open(
-            name, self.layout.shape, self.host_pages, processes=processes, pin=pin, timeout_s=_OPEN_S
-        )
+        processes = None if self.config.host.shared.name else self.layout.ranks + 1
+        shape = self.layout.shape
+        pages = host_pages(self.config.host, shape, self.blocks // self.layout.blocks_per_page)
+        pool = SharedHostPool.open(self.name, shape, pages, processes=processes, pin=pin, timeout_s=_OPEN_S)
         if not worker:
             pool.claim()
         return pool
@@ -148,23 +158,22 @@ class Engine:
         )
 
     def worker_layout(self, caches: Mapping[str, torch.Tensor], pool: SharedHostPool) -> WorkerLayout:
-        """Return the message of the worker with these tensors to the scheduler's process."""
-        cache = caches[self.layer_names[0]]
+        """Return what the worker with these tensors announces to the scheduler's process."""
         backends = get_layers_from_vllm_config(self.vllm, AttentionLayerBase, list(self.layer_names))
         names = sorted({layer.get_attn_backend().get_name() for layer in backends.values()})
         platform = current_platform.device_type
         if platform == "cpu":  # its kernels pack K for the instruction set
             platform += f":{torch.backends.cpu.get_cpu_capability()}"
-        order = sorted(range(1, cache.ndim), key=cache.stride().__getitem__, reverse=True)
-        form = f"{'+'.join(names)} {cache.dtype} {list(cache.shape[1:])} order={order} on {platform}"
-        return WorkerLayout(form, pool.identity)
+        forms = dict.fromkeys(_form(caches[name]) for name in self.layer_names)
+        form = f"{'+'.join(names)} {' + '.join(forms)} on {platform}"
+        return WorkerLayout(form, self.layout.layer_bytes, self.specs, pool.identity)
 
-    def layers(self, caches: Mapping[str, torch.Tensor], blocks: int) -> list[list[torch.Tensor]]:
+    def layers(self, caches: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return the regions of each layer, whose dimension 0 counts the blocks of vLLM's block tables."""
         missing = [name for name in self.layer_names if name not in caches]
         if missing:
             raise ConfigError(f"vLLM registered no KV cache for {', '.join(missing)}; remove the connector")
-        return [[group_kernel_blocks(caches[name], blocks)] for name in self.layer_names]
+        return [[group_kernel_blocks(caches[name], self.blocks)] for name in self.layer_names]
 
 
 class AdapterKeys:
@@ -217,6 +226,11 @@ def quantisation_of(vllm: VllmConfig) -> str:
     return f"{model.quantization or ''} {model.quantization_config or ''}".strip()
 
 
+def _form(cache: torch.Tensor) -> str:
+    order = sorted(range(1, cache.ndim), key=cache.stride().__getitem__, reverse=True)
+    return f"{cache.dtype} {list(cache.shape[1:])} order={order}"
+
+
 def extra_of(vllm: VllmConfig) -> dict[str, Any]:
     """Return the options of the connector."""
     return dict(vllm.kv_transfer_config.kv_connector_extra_config or {})
@@ -228,20 +242,6 @@ def wants_layerwise(extra: Mapping[str, object]) -> bool:
     if load not in ("async", "layerwise"):
         raise ConfigError(f"{OPTIONS}: load: {load!r} is not valid; use 'async' or 'layerwise'")
     return load == "layerwise"
-
-
-def form_of(workers: Mapping[Any, Any], pool: SharedHostPool, ranks: int) -> str:
-    """Return the form of the blocks, which must be equal on all workers. Raises ConfigError if it is not, or if they
-    share other memory than this process."""
-    found = [one for one in workers.values() if isinstance(one, WorkerLayout)]
-    if len(found) != ranks:
-        raise ConfigError(f"only {len(found)} of {ranks} workers reported their block layout; restart the engine")
-    forms = {one.form for one in found}
-    if len(forms) > 1:
-        raise ConfigError(f"the workers have blocks of different layouts: {'; '.join(sorted(forms))}")
-    if any(one.memory != pool.identity for one in found):
-        raise ConfigError("a worker shares other memory than the scheduler; run one engine per node")
-    return forms.pop()
 
 
 def warn_of_settings(vllm: VllmConfig, cache: KVCacheConfig) -> None:
@@ -266,6 +266,13 @@ def has_pages(cache: KVCacheConfig) -> bool:
     """True if all layers have full attention in one group, so that a page is the same blocks of all of them."""
     one = len(cache.kv_cache_groups) == 1
     return one and all(isinstance(layer, FullAttentionSpec) for layer in layer_specs(cache))
+
+
+def _unawaited(vllm: VllmConfig, names: list[str]) -> frozenset[str]:
+    """Return the layers whose loads a forward does not wait for: vLLM calls `wait_for_layer_load` in the layers of
+    attention only. Empty in the scheduler's process, which has no layers."""
+    layers = get_layers_from_vllm_config(vllm, AttentionLayerBase, names)
+    return frozenset(name for name, layer in layers.items() if not isinstance(layer, Attention | MLAAttention))
 
 
 def layer_specs(cache: KVCacheConfig) -> list[KVCacheSpec]:
