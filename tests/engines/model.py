@@ -31,7 +31,10 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
         "Gemma3TextConfig",
         {"sliding_window": WINDOW, "query_pre_attn_scalar": HEAD_DIM, "layer_types": _WINDOWS},
     ),
-    "states": ("Lfm2Config", {"layer_types": _STATES, "block_multiple_of": 32}),
+    "states": (
+        "Lfm2Config",  # vLLM reads the names of its checkpoints
+        {"layer_types": _STATES, "block_multiple_of": 32, "block_dim": _HIDDEN, "conv_dim": _HIDDEN},
+    ),
 }
 
 
