@@ -162,7 +162,10 @@ def _kind(spec: KVCacheSpec) -> str:
 
 
 def _with_options(vllm: VllmConfig, options: dict[str, Any]) -> VllmConfig:
-    """Return a copy of the configuration in which the connector has these options."""
-    changed = copy.copy(vllm)
-    changed.kv_transfer_config = dataclasses.replace(vllm.kv_transfer_config, kv_connector_extra_config=options)
+    """Return a copy of the configuration in which the connector has these options, and an id of its own: vLLM names its
+    host memory by it, and an OffloadingConnector beside this one has the engine's."""
+    changed, transfer = copy.copy(vllm), vllm.kv_transfer_config
+    changed.kv_transfer_config = dataclasses.replace(
+        transfer, kv_connector_extra_config=options, engine_id=f"{transfer.engine_id}-hicache"
+    )
     return changed
