@@ -169,7 +169,10 @@ _SECTIONS: dict[str, dict[str, str]] = {
     },
     "Under vLLM and SGLang": {
         "kv_load_failure_policy": "vLLM's own default fails such requests.",
-        "layers of this model": "[Use the tier](engines.md#models-with-windows-or-state), or accept the cost.",
+        "layers of this model": "As the line says, or accept the cost "
+        "([why](engines.md#models-with-windows-or-state)).",
+        "vLLM's own offloading serves": "At start of a [model with windows or state]"
+        "(engines.md#models-with-windows-or-state).",
         "adapter ...: its pages": "HiCache cannot read the adapter's weights.",
         "adapter ...: its files": "Restart vLLM.",
         "a load of": "A layer-wise load failed; the request gets no more pages. Often: look at the device and its "

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,68 +23,77 @@ _HIDDEN = 128
 _POSITIONS_MAX = 4096
 
 
-def save_windowed(folder: Path) -> Path:
-    """Save a Cohere 2 with a sliding window in each layer but the last, as a model for which SGLang makes two pools.
-    Return `folder`. As `save_model` otherwise."""
+_WINDOWS = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
+_STATES = ["conv", "full_attention"] * (LAYERS // 2)
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "windows": (
+        "Gemma3TextConfig",
+        {"sliding_window": WINDOW, "query_pre_attn_scalar": HEAD_DIM, "layer_types": _WINDOWS},
+    ),
+    "states": (
+        "Lfm2Config",  # vLLM reads the names of its checkpoints
+        {"layer_types": _STATES, "block_multiple_of": 32, "block_dim": _HIDDEN, "conv_dim": _HIDDEN},
+    ),
+    # SGLang reads the last two entries for models that it does not know as hybrid.
+    "pools": (
+        "Cohere2Config",
+        {"sliding_window": WINDOW, "layer_types": _WINDOWS, "tie_word_embeddings": True, "logit_scale": 1.0,
+         "is_hybrid_swa": True, "hybrid_layer_pattern": [1] * (LAYERS - 1) + [0]},
+    ),
+}
+
+
+def save_eagle(folder: Path, target: Path) -> Path:
+    """Save an EAGLE head for the Llama in `target`: one of its layers with other weights. Return `folder`."""
     with warnings.catch_warnings():  # from transformers and its imports
         warnings.simplefilter("ignore")
-        from transformers import AutoModelForCausalLM, Cohere2Config  # noqa: PLC0415
+        from safetensors.torch import save_file  # noqa: PLC0415
+        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
 
-        config = Cohere2Config(
-            vocab_size=VOCABULARY,
-            hidden_size=_HIDDEN,
-            intermediate_size=2 * _HIDDEN,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=2 * KV_HEADS,
-            num_key_value_heads=KV_HEADS,
-            max_position_embeddings=_POSITIONS_MAX,
-            initializer_range=INITIALIZER_RANGE,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=0,
-            logit_scale=1.0,
-            sliding_window=WINDOW,
-            layer_types=["sliding_attention"] * (LAYERS - 1) + ["full_attention"],
-        )
-        # SGLang reads these for models that it does not know as hybrid.
-        config.is_hybrid_swa, config.hybrid_layer_pattern = True, [1] * (LAYERS - 1) + [0]
+        config = AutoConfig.from_pretrained(target, num_hidden_layers=1)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-        model.save_pretrained(folder)
+            torch.manual_seed(1)
+            layers = AutoModelForCausalLM.from_config(config, dtype=torch.float32).model.layers
+            weights = {f"layers.{name}": value for name, value in layers.state_dict().items()}
+            weights["fc.weight"] = torch.randn(_HIDDEN, 2 * _HIDDEN) * INITIALIZER_RANGE
+    del weights["layers.0.input_layernorm.weight"]  # an EAGLE head has none
+    config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors")
     return folder
 
 
-def save_model(folder: Path, *, seed: int = 0, hybrid: bool = False) -> Path:
-    """Save a Llama, or with `hybrid` a Gemma 3 with a sliding window in each layer but the last. Return `folder`.
+def save_model(folder: Path, kind: str = "llama", *, seed: int = 0) -> Path:
+    """Save a Llama, a Gemma 3 with a sliding window in each layer but the last (`windows`), an LFM2 with a state in
+    every other layer (`states`), or a Cohere 2 with such windows, for which SGLang makes two pools (`pools`). Return
+    `folder`.
 
     The same arguments give the same bytes, in float32; an engine converts them to its `dtype`. There is no tokenizer:
     tests use token ids.
     """
     with warnings.catch_warnings():  # from transformers and its imports
         warnings.simplefilter("ignore")
-        from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig  # noqa: PLC0415
+        import transformers  # noqa: PLC0415
 
-        config = (Gemma3TextConfig if hybrid else LlamaConfig)(
-            vocab_size=VOCABULARY,
-            hidden_size=_HIDDEN,
-            intermediate_size=2 * _HIDDEN,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=2 * KV_HEADS,
-            num_key_value_heads=KV_HEADS,
-            head_dim=HEAD_DIM,
-            max_position_embeddings=_POSITIONS_MAX,
-            initializer_range=INITIALIZER_RANGE,
-            tie_word_embeddings=False,
-            bos_token_id=1,
-            eos_token_id=2,
-            pad_token_id=0,
-            **({"sliding_window": WINDOW, "query_pre_attn_scalar": HEAD_DIM} if hybrid else {}),
-        )
-        if hybrid:
-            config.layer_types = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
+        name, entries = _KINDS[kind]
+        common = {
+            "vocab_size": VOCABULARY,
+            "hidden_size": _HIDDEN,
+            "intermediate_size": 2 * _HIDDEN,
+            "num_hidden_layers": LAYERS,
+            "num_attention_heads": 2 * KV_HEADS,
+            "num_key_value_heads": KV_HEADS,
+            "head_dim": HEAD_DIM,
+            "max_position_embeddings": _POSITIONS_MAX,
+            "initializer_range": INITIALIZER_RANGE,
+            "tie_word_embeddings": False,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            "pad_token_id": 0,
+        }
+        config = getattr(transformers, name)(**common | entries)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+            model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(folder)
     return folder

@@ -13,7 +13,7 @@ from hicache.frame import HEADER_BYTES, FrameCodec, FrameHeader, unseal
 from hicache.keys import page_keys, token_bytes
 from tests.waiting import wait_for
 
-from .model import WINDOW, save_windowed
+from .model import WINDOW, save_model
 from .process import EngineProcess
 from .prompts import prompts, write_config
 from .sglang_engine import PAGE_TOKENS, sglang_environ, sglang_options
@@ -33,7 +33,7 @@ def engine(folder: Path) -> Iterator[EngineProcess]:
     storage = {"type": "file", "options": {"path": str(folder / "pages"), "free_space_floor": 0}}
     config = write_config(folder / "files.yaml", page_size=PAGE_TOKENS, storage=storage)
     extra = {"config": str(config), "fixed_weights": True}
-    options = sglang_options(save_windowed(folder / "model"), extra, sleep_on_idle=True)
+    options = sglang_options(save_model(folder / "model", "pools"), extra, sleep_on_idle=True)
     with EngineProcess("tests.engines.sglang_engine", options, folder=folder, environ=sglang_environ()) as running:
         yield running
 

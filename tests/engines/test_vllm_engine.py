@@ -54,7 +54,10 @@ def vllm_config(**changes: Any) -> Any:
         entries.update({name: value for name, value in changes.items() if name in entries})
     speculative = changes.get("speculative_config")
     return SimpleNamespace(
-        speculative_config=speculative, **{name: SimpleNamespace(**entries) for name, entries in sections.items()}
+        speculative_config=speculative,
+        lora_config=changes.get("lora_config"),
+        compilation_config=SimpleNamespace(static_forward_context={}),
+        **{name: SimpleNamespace(**entries) for name, entries in sections.items()},
     )
 
 
@@ -133,7 +136,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "attended to as a whole": ({}, {"non_causal": True}),
     "canvas": ({"is_diffusion": True}, {}),
     "pooling needs all tokens": ({"is_prefix_caching_supported": False}, {}),
-    "draft model's KV": ({"speculative_config": SimpleNamespace(uses_draft_kv_cache=lambda: True)}, {}),
     "pipeline parallelism": ({"pipeline_parallel_size": 2}, {}),
     "several nodes": ({"nnodes": 2}, {}),
     "context parallelism": ({"decode_context_parallel_size": 2}, {}),
@@ -163,9 +165,10 @@ def warnings_for(changes: dict[str, Any], specs: list[FullAttentionSpec], caplog
     return caplog.text
 
 
-def test_a_window_that_is_kept_whole_is_a_warning_that_names_the_tier(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_window_that_is_kept_whole_is_a_warning_that_names_the_flag(caplog: pytest.LogCaptureFixture) -> None:
     window = dataclasses.replace(SPEC, sliding_window=512)
-    assert "only to the last 512 tokens" in (text := warnings_for({}, [SPEC, window], caplog)) and "vllm_tier" in text
+    text = warnings_for({}, [SPEC, window], caplog)
+    assert "only to the last 512 tokens" in text and "--disable-hybrid-kv-cache-manager" in text
     assert not warnings_for({}, [SPEC, SPEC], caplog)
     assert not warnings_for({"max_model_len": 512}, [SPEC, window], caplog)  # no prompt is longer than the window
     assert "'recompute'" in warnings_for({"kv_load_failure_policy": "fail"}, [SPEC], caplog)
@@ -190,11 +193,6 @@ def test_memory_that_is_not_pinned_is_rejected_only_on_cuda(monkeypatch: pytest.
         open_engine({}, {})
     monkeypatch.delenv("HICACHE_HOST__PIN")
     assert open_engine({}, {}).config.host.pin == "auto"
-
-
-def test_several_cache_groups_are_rejected_and_the_message_names_the_tier() -> None:
-    with pytest.raises(ConfigError, match="vllm_tier"):
-        open_engine({}, {}, groups=2)
 
 
 def test_engines_with_one_configuration_do_not_share_frames() -> None:

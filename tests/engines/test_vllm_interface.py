@@ -24,6 +24,7 @@ with warnings.catch_warnings():  # from vLLM and its imports
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec
 
     from hicache.integrations.vllm import HiCacheConnector
+    from hicache.integrations.vllm.connector import PageConnector
 
 # The public methods of a connector with their parameters. HiCache may have to implement a new one.
 METHODS = {
@@ -127,12 +128,15 @@ def test_a_connector_has_the_known_methods(name: str) -> None:
     assert isinstance(found, property) if wanted is None else parameters(found) == wanted.split()
 
 
-@pytest.mark.parametrize("name", sorted(METHODS.keys() & vars(HiCacheConnector).keys()))
-def test_a_method_of_hicache_has_the_parameters_of_vllm(name: str) -> None:
-    ours, theirs = vars(HiCacheConnector)[name], vars(KVConnectorBase_V1)[name]
-    assert type(ours) is type(theirs)
-    if not isinstance(ours, property) and parameters(getattr(HiCacheConnector, name)) != ["args"]:
-        assert parameters(getattr(HiCacheConnector, name)) == parameters(getattr(KVConnectorBase_V1, name))
+@pytest.mark.parametrize("kind", [HiCacheConnector, PageConnector])
+def test_the_methods_of_hicache_have_the_parameters_of_vllm(kind: type) -> None:
+    names = METHODS.keys() & vars(kind).keys()
+    assert names
+    for name in names:
+        ours, theirs = vars(kind)[name], vars(KVConnectorBase_V1)[name]
+        assert type(ours) is type(theirs), name
+        if not isinstance(ours, property) and parameters(getattr(kind, name)) != ["args"]:
+            assert parameters(getattr(kind, name)) == parameters(getattr(KVConnectorBase_V1, name)), name
 
 
 @pytest.mark.parametrize("owner", READ)
@@ -152,9 +156,9 @@ def test_transfer_results_have_the_field_order_that_hicache_uses() -> None:
     ]  # fmt: skip
 
 
-def test_without_its_hybrid_allocator_vllm_changes_windows_to_full_attention_and_rejects_state() -> None:
-    """As docs/engines.md says of HiCacheConnector: the message for models with state is vLLM's."""
-    assert not supports_hma(HiCacheConnector)
+def test_vllm_keeps_its_hybrid_allocator_with_this_connector() -> None:
+    """Without it, vLLM changes windows to full attention, and does not start models with states."""
+    assert supports_hma(HiCacheConnector)
     attention: dict[str, Any] = {"block_size": 16, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
     full = FullAttentionSpec(**attention)
     layers: dict[str, Any] = {"0": full, "1": SlidingWindowSpec(**attention, sliding_window=128)}

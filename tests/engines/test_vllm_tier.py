@@ -52,13 +52,13 @@ class Tier:
     def start(self, **options: object) -> EngineProcess:
         tier = {"type": "HiCacheTier", "module_path": "hicache.integrations.vllm_tier", "config": str(self._config)}
         extra = {
-            "spec_name": "CpuTieringSpec", "spec_module_path": "tests.engines.vllm_cpu_spec", "zeros": str(self.zeros),
+            "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": 64 << 20, "blocks_per_chunk": BLOCKS_PER_CHUNK, "secondary_tiers": [tier | options],
         }  # fmt: skip
         transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         return EngineProcess(
             "tests.engines.vllm_engine", vllm_options(self._model, kv_transfer_config=transfer),
-            folder=self._folder, environ=vllm_environ(),
+            folder=self._folder, environ=vllm_environ(zeros=self.zeros),
         )  # fmt: skip
 
     def damage_pages(self) -> int:

@@ -1,5 +1,7 @@
 """TieringOffloadingSpec for engines on a CPU. vLLM's own worker supports only GPUs.
 
+`register` puts it in the place of vLLM's own spec, in each process of an engine with `vllm_environ(zeros=...)`.
+
 The "device" is memory of this process, so a copy is one assignment, complete when it is submitted. All other parts of
 vLLM's offloading are unmodified: connector, scheduler, primary tier in shared memory, secondary tiers.
 """
@@ -20,11 +22,17 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.factory import OffloadingSpecFactory
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 
+def register() -> None:
+    """Replace vLLM's spec by CpuTieringSpec. Called by vLLM in each of its processes, before an engine starts."""
+    OffloadingSpecFactory._registry["TieringOffloadingSpec"] = lambda: CpuTieringSpec
+
+
 class CpuTieringSpec(TieringOffloadingSpec):
-    """See the module's docstring. While the file named by the extra option `zeros` exists, loads write zeros, as a
+    """See the module's docstring. While the file named by the variable TEST_ZEROS_FILE exists, loads write zeros, as a
     control of tests that compare tokens."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -35,7 +43,7 @@ class CopyWorker(OffloadingWorker):
     """Copies blocks between tensors of the engine and rows of the primary tier."""
 
     def __init__(self, spec: TieringOffloadingSpec, kv_caches: CanonicalKVCaches) -> None:
-        self._zeros = str(spec.extra_config["zeros"])
+        self._zeros = os.environ.get("TEST_ZEROS_FILE", "")
         self._chunk_blocks = spec.blocks_per_chunk
         self._refs = kv_caches.group_data_refs
         self._region = SharedOffloadRegion(

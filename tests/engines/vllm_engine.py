@@ -11,9 +11,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from .process import serve
+from .process import ROOT, serve
 
 BLOCK_TOKENS = 32
+# The folder of the entry point by which each process of vLLM calls `register` of vllm_cpu_spec.py.
+_CPU_PLUGIN = ROOT / "tests" / "engines" / "vllm_plugin"
 # The value of `worker_extension_cls` for tests that call methods inside the workers.
 HOOKS = "tests.engines.vllm_hooks.Hooks"
 
@@ -35,8 +37,11 @@ def vllm_options(model: object, **changes: object) -> dict[str, object]:
     }
 
 
-def vllm_environ(*, processes: bool = True, **more: str) -> dict[str, str]:
-    """Return the environment of vLLM on a CPU. Without `processes`, its scheduler runs in the caller's process."""
+def vllm_environ(*, processes: bool = True, zeros: Path | None = None, **more: str) -> dict[str, str]:
+    """Return the environment of vLLM on a CPU. Without `processes`, its scheduler runs in the caller's process. With
+    `zeros`, vLLM's offloading copies on the CPU (vllm_cpu_spec.py), and loads zeros while that file exists."""
+    if zeros is not None:
+        more |= {"PYTHONPATH": os.pathsep.join([str(ROOT), str(_CPU_PLUGIN)]), "TEST_ZEROS_FILE": str(zeros)}
     return {
         "VLLM_ENABLE_V1_MULTIPROCESSING": str(int(processes)),
         "VLLM_CPU_KVCACHE_SPACE": "1",

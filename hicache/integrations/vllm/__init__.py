@@ -13,7 +13,7 @@ from ...lazy import lazy_names
 __all__ = ["HiCacheConnector"]
 
 if TYPE_CHECKING:
-    from .connector import HiCacheConnector
+    from .entry import HiCacheConnector
 
 if not TYPE_CHECKING:
-    __getattr__ = lazy_names(__name__, {"connector": "HiCacheConnector"})
+    __getattr__ = lazy_names(__name__, {"entry": "HiCacheConnector"})

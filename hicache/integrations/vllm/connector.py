@@ -1,8 +1,7 @@
-"""HiCacheConnector: translates vLLM's connector interface, in the scheduler's process and in each worker."""
+"""PageConnector: translates vLLM's connector interface, in the scheduler's process and in each worker."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorRole,
     KVConnectorTransferResults,
     KVConnectorWorkerMetadata,
+    SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheSpec
@@ -25,9 +25,10 @@ from ...cache import create_host_cache
 from ...errors import ConfigError
 from ...events import EventStream
 from ...metrics import serve_configured as serve_metrics
+from .announced import WorkerLayout, announce, announced
 from .blocks import BlockEvents, describer
-from .engine import AdapterKeys, Engine, WorkerLayout, form_of, wants_layerwise, warn_of_settings
-from .figures import CopyPromMetrics, CopyStats
+from .engine import AdapterKeys, Engine, warn_of_settings
+from .figures import CopyStats
 from .jobs import Report, Step
 from .scheduler import SchedulerSide
 from .worker import Collected, WorkerSide
@@ -53,25 +54,20 @@ class HiCacheReport(KVConnectorWorkerMetadata):
         return HiCacheReport(self.report.merge(other.report))
 
 
-class HiCacheConnector(KVConnectorBase_V1):
-    """L2 and L3 of HiCache under vLLM's own prefix cache. Raises ConfigError for unsupported settings.
-
-    `kv_connector_extra_config` has `config` (path of HiCache's configuration), `model` (a name of the weights, if vLLM
-    has neither a folder nor a commit of them) and `load` (`async`, the default, or `layerwise`).
-    """
+class PageConnector(KVConnectorBase_V1, SupportsHMA):
+    """The HiCacheConnector of a model with full attention: its pages are in frames that all ranks share."""
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        _log_as_vllm()
         self._engine = Engine.of(vllm_config, kv_cache_config)
-        self._blocks, self._spec = kv_cache_config.num_blocks, kv_cache_config.kv_cache_groups[0].kv_cache_spec
         self._adapters = AdapterKeys()
         self._scheduler: _Scheduler | None = None
         self._worker: _Worker | None = None
-        self._pool = None
         if role == KVConnectorRole.SCHEDULER:
             warn_of_settings(vllm_config, kv_cache_config)
-            self._pool = self._engine.open_pool(worker=False)
+            found = announced(self._engine.name, self._engine.layout.ranks)
+            self._engine = self._engine.as_announced(found)
+            self._scheduler = _Scheduler(self._engine, kv_cache_config.kv_cache_groups[0].kv_cache_spec, found)
 
     # Called by vLLM before it starts
 
@@ -79,21 +75,15 @@ class HiCacheConnector(KVConnectorBase_V1):
     def requires_kv_delivery(self) -> bool:
         return False
 
-    @classmethod
-    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
-        return wants_layerwise(extra_config)
-
-    def get_handshake_metadata(self) -> WorkerLayout | None:
-        return None if self._worker is None else self._worker.layout
-
-    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
-        assert self._pool is not None
-        self._scheduler = _Scheduler(self._engine, self._spec, self._pool, metadata)
-
     # The worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker = _Worker(self._engine, kv_caches, self._blocks)
+        self._worker = _Worker(self._engine, kv_caches)
+
+    def unregister_kv_caches(self) -> None:
+        """Wait for all copies: vLLM (0.33 or later) unmaps its caches to sleep. It maps them at the same addresses when
+        it wakes up, so there is nothing to restore."""
+        self._side.drain()
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self._side.flush(_step(kv_connector_metadata))
@@ -104,6 +94,9 @@ class HiCacheConnector(KVConnectorBase_V1):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         self._side.start_loads(self._step)
+        if self._step.layerwise and self._step.loads:
+            for layer in range(self._engine.early_layers):
+                self._side.wait_layer(layer)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         names = self._engine.layer_names
@@ -163,6 +156,12 @@ class HiCacheConnector(KVConnectorBase_V1):
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return self._decisions.finish(request.request_id), None
 
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        (blocks,) = block_ids
+        return self.request_finished(request, blocks)
+
     def has_pending_block_frees(self) -> bool:
         return self._decisions.frees_blocks_soon
 
@@ -181,21 +180,11 @@ class HiCacheConnector(KVConnectorBase_V1):
             return None
         return CopyStats.of(self._scheduler.decisions.take_copied(), self._engine.layout.shape.payload_bytes)
 
-    @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> CopyStats:
-        return CopyStats(data=dict(data or {}))
-
-    @classmethod
-    def build_prom_metrics(cls, *args: Any) -> CopyPromMetrics:
-        return CopyPromMetrics(*args)
-
     def shutdown(self) -> None:
         if self._worker is not None:
             self._worker.side.close(_CLOSE_S)
         if self._scheduler is not None:
             self._scheduler.close()
-        if self._pool is not None:
-            self._pool.unlink()
 
     # Inside
 
@@ -210,30 +199,30 @@ class HiCacheConnector(KVConnectorBase_V1):
 
     @property
     def _decisions(self) -> SchedulerSide:
-        if self._scheduler is None:
-            raise ConfigError("the workers did not report the layout of their blocks; HiCache needs vLLM 0.32 or later")
+        assert self._scheduler is not None, "vLLM decides in the scheduler's process"
         return self._scheduler.decisions
 
 
 class _Worker:
     """The parts of a connector in a worker."""
 
-    def __init__(self, engine: Engine, caches: dict[str, torch.Tensor], blocks: int) -> None:
+    def __init__(self, engine: Engine, caches: dict[str, torch.Tensor]) -> None:
         pool = engine.open_pool(worker=True)
         rank = get_tensor_model_parallel_rank()
-        self.side = WorkerSide(
-            pool, engine.layout, rank, engine.layers(caches, blocks), engine.config.transfer
-        )
-        self.layout = engine.worker_layout(caches, pool)
+        self.side = WorkerSide(pool, engine.layout, rank, engine.layers(caches), engine.config.transfer)
+        announce(engine.name, rank, engine.worker_layout(caches, pool))
         self.collected = Collected()
 
 
 class _Scheduler:
     """The parts of a connector in the scheduler's process."""
 
-    def __init__(self, engine: Engine, spec: KVCacheSpec, pool: Any, workers: dict[int, Any]) -> None:
-        namespace = engine.namespace(form_of(workers, pool, engine.layout.ranks))
-        cache = create_host_cache(engine.config, namespace, host=pool)
+    def __init__(self, engine: Engine, spec: KVCacheSpec, workers: WorkerLayout) -> None:
+        self._pool = engine.open_pool(worker=False)
+        if workers.memory != self._pool.identity:
+            raise ConfigError("a worker shares other memory than the scheduler; restart the engine, with one /dev/shm")
+        namespace = engine.namespace(workers.form)
+        cache = create_host_cache(engine.config, namespace, host=self._pool)
         self.events: BlockEvents | None = None
         section, events = engine.config.events, engine.vllm.kv_events_config
         if events is not None and events.enable_kv_cache_events and section.endpoint is None:
@@ -251,15 +240,7 @@ class _Scheduler:
         if self._metrics is not None:
             self._metrics.close()
         self.decisions.close()
-
-
-def _log_as_vllm() -> None:
-    """Write HiCache's log to vLLM's handlers (vLLM only sets up its own logger), unless the program has set up
-    HiCache's."""
-    ours, theirs = logging.getLogger("hicache"), logging.getLogger("vllm")
-    if not ours.handlers and not logging.getLogger().handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.level)
+        self._pool.unlink()
 
 
 def _step(metadata: KVConnectorMetadata) -> Step:

@@ -1,8 +1,8 @@
-"""Reads vLLM's configuration: whether HiCache supports this engine, the layout of a page, and its namespace.
-"""
+"""Reads vLLM's configuration: whether HiCache supports this engine, the layout of a page, and its namespace."""
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 import logging
@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from vllm import __version__
 from vllm.config import VllmConfig, get_layers_from_vllm_config
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorHandshakeMetadata
 from vllm.lora.request import LoRARequest
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
 from vllm.utils.hashing import get_hash_fn_by_name
@@ -36,6 +36,7 @@ from ...logs import LimitedLog
 from ...tiers import SharedHostPool
 from ...tiers.memory import host_is_pinned, host_pages
 from ..options import engine_config, known_options, model_identity
+from .announced import WorkerLayout
 from .layout import BlockLayout
 
 logger = logging.getLogger(__name__)
@@ -45,37 +46,31 @@ OPTIONS = "kv_connector_extra_config"
 _OPEN_S = 600.0
 # Entries of a model's configuration that only describe its source and its reader.
 _NOT_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version")
-_SECOND_PATH = "use vLLM's OffloadingConnector with the tier hicache.integrations.vllm_tier instead"
-
-
-@dataclass(frozen=True)
-class WorkerLayout(KVConnectorHandshakeMetadata):
-    """A worker's message to the scheduler's process before the first request: the form of its blocks, and the memory
-    that it shares."""
-
-    form: str
-    memory: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
     """One vLLM engine, equal in all its processes. `layer_names` are in the order of the page, `specs` is a digest of
-    their attention settings in vLLM."""
+    their attention settings in vLLM. vLLM gives layers of different sizes to its workers only: see `as_announced`.
+
+    A forward does not wait for the first `early_layers` of a page, such as the cache of an indexer, so layer-wise loads
+    of them end before it begins.
+    """
 
     config: HiCacheConfig
     layout: BlockLayout
     layer_names: tuple[str, ...]
-    host_pages: int
+    blocks: int
     layerwise: bool
     specs: str
     vllm: VllmConfig
+    early_layers: int = 0
 
     @classmethod
     def of(cls, vllm: VllmConfig, cache: KVCacheConfig) -> Engine:
         """Read vLLM's configuration. Raises ConfigError for unsupported settings, with what to change."""
         extra = extra_of(vllm)
-        known_options(OPTIONS, extra, frozenset({"config", "model", "load"}))
-        _require_supported(vllm, cache)
+        require_supported(vllm, cache)
         group = cache.kv_cache_groups[0]
         spec = group.kv_cache_spec
         config = engine_config(OPTIONS, extra, spec.block_size)
@@ -93,36 +88,48 @@ class Engine:
             raise ConfigError(
                 "host.shared.keep: workers of a vLLM that has died may still write to its memory; remove the entry"
             )
-        sizes = tuple(layers.get(name, spec).unpadded_page_size_bytes for name in group.layer_names)
+        early = _unawaited(vllm, group.layer_names)
+        names = sorted(group.layer_names, key=lambda name: name not in early)
+        sizes = tuple(layers.get(name, spec).unpadded_page_size_bytes for name in names)
         layout = BlockLayout(
             spec.block_size, config.page_size, sizes, vllm.parallel_config.tensor_parallel_size, cache.kv_tp_replicas
         )
         return cls(
             config=config,
             layout=layout,
-            layer_names=tuple(group.layer_names),
-            host_pages=host_pages(config.host, layout.shape, cache.num_blocks // layout.blocks_per_page),
+            layer_names=tuple(names),
+            blocks=cache.num_blocks,
             layerwise=wants_layerwise(extra),
-            specs=hashlib.sha256(repr([layers.get(name, spec) for name in group.layer_names]).encode()).hexdigest(),
+            specs=hashlib.sha256(repr([layers.get(name, spec) for name in names]).encode()).hexdigest(),
             vllm=vllm,
+            early_layers=len(early),
         )
+
+    @property
+    def name(self) -> str:
+        """The name of its shared memory."""
+        shared, rank = self.config.host.shared.name, self.vllm.parallel_config.data_parallel_index
+        if shared and rank:  # each data-parallel rank is a separate engine with the same configuration
+            shared += f"-dp{rank}"
+        return shared or f"vllm.{self.vllm.kv_transfer_config.engine_id}".replace("_", "-")
+
+    def as_announced(self, found: WorkerLayout) -> Engine:
+        """Return this engine with the layers of its workers."""
+        layout = dataclasses.replace(self.layout, layer_bytes=found.layer_bytes)
+        return dataclasses.replace(self, layout=layout, specs=found.specs)
 
     def open_pool(self, *, worker: bool) -> SharedHostPool:
         """Open the frames that all processes of the engine share; the first process creates them. Blocks until then.
 
         Raises CapacityError if they do not fit into memory, and SharedMemoryError, also if they are another engine's.
         """
-        shared, rank = self.config.host.shared.name, self.vllm.parallel_config.data_parallel_index
-        if shared and rank:  # each data-parallel rank is a separate engine with the same configuration
-            shared += f"-dp{rank}"
-        name = shared or f"vllm.{self.vllm.kv_transfer_config.engine_id}".replace("_", "-")
         pin = None
         if worker and current_platform.is_cuda():
             pin = torch.device("cuda", torch.cuda.current_device())
-        processes = None if shared else self.layout.ranks + 1
-        pool = SharedHostPool.open(
-            name, self.layout.shape, self.host_pages, processes=processes, pin=pin, timeout_s=_OPEN_S
-        )
+        processes = None if self.config.host.shared.name else self.layout.ranks + 1
+        shape = self.layout.shape
+        pages = host_pages(self.config.host, shape, self.blocks // self.layout.blocks_per_page)
+        pool = SharedHostPool.open(self.name, shape, pages, processes=processes, pin=pin, timeout_s=_OPEN_S)
         if not worker:
             pool.claim()
         return pool
@@ -131,11 +138,6 @@ class Engine:
         """Return the namespace of the pages. `form` is that of the workers' blocks. Blocks while weights are
         fingerprinted."""
         model, vllm = self.vllm.model_config, self.vllm
-        commit = getattr(model.hf_config, "_commit_hash", None)
-        weights = model_identity(OPTIONS, extra_of(vllm), model.model, commit)
-        # Settings of the model that the command line may change, such as the scaling of its rotary embedding.
-        entries = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_THE_MODEL}
-        changed = json.dumps(entries, sort_keys=True, default=str)
         algorithm = vllm.cache_config.prefix_caching_hash_algo
         seed = resolve_none_hash_seed(get_hash_fn_by_name(algorithm))  # vLLM sets it after the workers' reports
         terms = [
@@ -145,34 +147,33 @@ class Engine:
             f"weights={'dummy' if vllm.load_config.load_format == 'dummy' else 'loaded'}",
         ]  # fmt: skip
         return Namespace(
-            model=f"{weights} {hashlib.sha256(changed.encode()).hexdigest()}",
+            model=identity_of(vllm),
             geometry=self.layout.shape,
             tp_size=self.layout.ranks,
             ranks_share_pages=True,
             engine_layout=" ".join(terms),
-            quantisation=f"{model.quantization or ''} {model.quantization_config or ''}".strip(),
+            quantisation=quantisation_of(vllm),
             key_hash=f"vllm {algorithm} of {self.layout.block_tokens} tokens, seed {seed}",
             label=str(model.model),
         )
 
     def worker_layout(self, caches: Mapping[str, torch.Tensor], pool: SharedHostPool) -> WorkerLayout:
-        """Return the message of the worker with these tensors to the scheduler's process."""
-        cache = caches[self.layer_names[0]]
+        """Return what the worker with these tensors announces to the scheduler's process."""
         backends = get_layers_from_vllm_config(self.vllm, AttentionLayerBase, list(self.layer_names))
         names = sorted({layer.get_attn_backend().get_name() for layer in backends.values()})
         platform = current_platform.device_type
         if platform == "cpu":  # its kernels pack K for the instruction set
             platform += f":{torch.backends.cpu.get_cpu_capability()}"
-        order = sorted(range(1, cache.ndim), key=cache.stride().__getitem__, reverse=True)
-        form = f"{'+'.join(names)} {cache.dtype} {list(cache.shape[1:])} order={order} on {platform}"
-        return WorkerLayout(form, pool.identity)
+        forms = dict.fromkeys(_form(caches[name]) for name in self.layer_names)
+        form = f"{'+'.join(names)} {' + '.join(forms)} on {platform}"
+        return WorkerLayout(form, self.layout.layer_bytes, self.specs, pool.identity)
 
-    def layers(self, caches: Mapping[str, torch.Tensor], blocks: int) -> list[list[torch.Tensor]]:
+    def layers(self, caches: Mapping[str, torch.Tensor]) -> list[list[torch.Tensor]]:
         """Return the regions of each layer, whose dimension 0 counts the blocks of vLLM's block tables."""
         missing = [name for name in self.layer_names if name not in caches]
         if missing:
-            raise ConfigError(f"vLLM registered no KV cache for {', '.join(missing)}; {_SECOND_PATH}")
-        return [[group_kernel_blocks(caches[name], blocks)] for name in self.layer_names]
+            raise ConfigError(f"vLLM registered no KV cache for {', '.join(missing)}; remove the connector")
+        return [[group_kernel_blocks(caches[name], self.blocks)] for name in self.layer_names]
 
 
 class AdapterKeys:
@@ -209,6 +210,27 @@ class AdapterKeys:
         return f"{name} {found}"
 
 
+def identity_of(vllm: VllmConfig) -> str:
+    """Return the identity of the model: its weights, and the settings that the command line may change, such as the
+    scaling of its rotary embedding. Blocks while weights are fingerprinted."""
+    model = vllm.model_config
+    weights = model_identity(OPTIONS, extra_of(vllm), model.model, getattr(model.hf_config, "_commit_hash", None))
+    entries = {name: value for name, value in model.hf_config.to_dict().items() if name not in _NOT_THE_MODEL}
+    changed = json.dumps(entries, sort_keys=True, default=str)
+    return f"{weights} {hashlib.sha256(changed.encode()).hexdigest()}"
+
+
+def quantisation_of(vllm: VllmConfig) -> str:
+    """Return the quantization of the weights, empty without one."""
+    model = vllm.model_config
+    return f"{model.quantization or ''} {model.quantization_config or ''}".strip()
+
+
+def _form(cache: torch.Tensor) -> str:
+    order = sorted(range(1, cache.ndim), key=cache.stride().__getitem__, reverse=True)
+    return f"{cache.dtype} {list(cache.shape[1:])} order={order}"
+
+
 def extra_of(vllm: VllmConfig) -> dict[str, Any]:
     """Return the options of the connector."""
     return dict(vllm.kv_transfer_config.kv_connector_extra_config or {})
@@ -222,20 +244,6 @@ def wants_layerwise(extra: Mapping[str, object]) -> bool:
     return load == "layerwise"
 
 
-def form_of(workers: Mapping[Any, Any], pool: SharedHostPool, ranks: int) -> str:
-    """Return the form of the blocks, which must be equal on all workers. Raises ConfigError if it is not, or if they
-    share other memory than this process."""
-    found = [one for one in workers.values() if isinstance(one, WorkerLayout)]
-    if len(found) != ranks:
-        raise ConfigError(f"only {len(found)} of {ranks} workers reported their block layout; restart the engine")
-    forms = {one.form for one in found}
-    if len(forms) > 1:
-        raise ConfigError(f"the workers have blocks of different layouts: {'; '.join(sorted(forms))}")
-    if any(one.memory != pool.identity for one in found):
-        raise ConfigError("a worker shares other memory than the scheduler; run one engine per node")
-    return forms.pop()
-
-
 def warn_of_settings(vllm: VllmConfig, cache: KVCacheConfig) -> None:
     """Log which supported settings cost more than necessary. For one process of an engine."""
     policy, length = vllm.kv_transfer_config.kv_load_failure_policy, vllm.model_config.max_model_len
@@ -243,27 +251,45 @@ def warn_of_settings(vllm: VllmConfig, cache: KVCacheConfig) -> None:
         logger.warning(
             "kv_load_failure_policy is %r: a request fails if a copy to the device fails; set it to 'recompute'", policy
         )
-    # vLLM keeps the window of the layers that it changes to full attention, because the connector does not support its
-    # hybrid allocator.
-    layers = _layer_specs(cache)
+    # vLLM keeps the window of the layers that it changes to full attention without its hybrid allocator.
+    layers = layer_specs(cache)
     windows = [one.sliding_window for one in layers if isinstance(one, FullAttentionSpec) and one.sliding_window]
     if windows and min(windows) < length:
         logger.warning(
-            "layers of this model attend only to the last %d tokens, but with this connector vLLM keeps the KV of all "
-            "tokens, and HiCache copies and stores it; %s: it needs less memory (docs/engines.md)",
-            min(windows), _SECOND_PATH,
+            "layers of this model attend only to the last %d tokens, but without its hybrid allocator vLLM keeps the "
+            "KV of all tokens, and HiCache copies and stores it; remove "
+            "--disable-hybrid-kv-cache-manager, or the connector that turns it off", min(windows),
         )  # fmt: skip
 
 
-def _layer_specs(cache: KVCacheConfig) -> list[KVCacheSpec]:
+def has_pages(vllm: VllmConfig, cache: KVCacheConfig) -> bool:
+    """True if all layers have full attention in one group, so that a page is the same blocks of all of them, and none
+    is a draft model's, whose last block vLLM may drop."""
+    speculative = vllm.speculative_config
+    if len(cache.kv_cache_groups) != 1 or (speculative is not None and speculative.uses_draft_kv_cache()):
+        return False
+    return all(isinstance(layer, FullAttentionSpec) for layer in layer_specs(cache))
+
+
+def _unawaited(vllm: VllmConfig, names: list[str]) -> frozenset[str]:
+    """Return the layers whose loads a forward does not wait for: vLLM calls `wait_for_layer_load` in the layers of
+    attention only. Empty in the scheduler's process, which has no layers."""
+    layers = get_layers_from_vllm_config(vllm, AttentionLayerBase, names)
+    return frozenset(name for name, layer in layers.items() if not isinstance(layer, Attention | MLAAttention))
+
+
+def layer_specs(cache: KVCacheConfig) -> list[KVCacheSpec]:
+    """Return the spec of each layer, or of each group whose layers have the same one."""
     specs = [group.kv_cache_spec for group in cache.kv_cache_groups]
     return [one for spec in specs for one in getattr(spec, "kv_cache_specs", {"": spec}).values()]
 
 
-def _require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
-    parallel, speculative = vllm.parallel_config, vllm.speculative_config
+def require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
+    """Raise ConfigError, with what to change, for options and settings that HiCache does not support."""
+    known_options(OPTIONS, extra_of(vllm), frozenset({"config", "model", "load"}))
+    parallel = vllm.parallel_config
     algorithm, multimodal = vllm.cache_config.prefix_caching_hash_algo, vllm.model_config.multimodal_config
-    groups, layers, role = cache.kv_cache_groups, _layer_specs(cache), vllm.kv_transfer_config.kv_role
+    layers, role = layer_specs(cache), vllm.kv_transfer_config.kv_role
     problems = {
         f"kv_role {role!r} is not supported, every engine loads and saves; use 'kv_both'": role != "kv_both",
         "pipeline parallelism is not supported yet; use tensor parallelism": parallel.pipeline_parallel_size > 1,
@@ -271,16 +297,10 @@ def _require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
         "share storage": parallel.nnodes > 1,
         "context parallelism is not supported yet; turn it off":
             parallel.prefill_context_parallel_size > 1 or parallel.decode_context_parallel_size > 1,
-        f"models with {len(groups)} groups of KV caches (hybrid memory allocator) are not supported here; "
-        f"{_SECOND_PATH}": len(groups) != 1,
-        f"only full attention is supported here, because a sliding window drops blocks; {_SECOND_PATH}":
-            not all(isinstance(layer, FullAttentionSpec) for layer in layers),
         "the KV of this model does not depend only on earlier tokens (a prefix or a canvas is attended to as a "
         "whole, or pooling needs all tokens); remove the connector":
             any(layer.non_causal for layer in layers if isinstance(layer, FullAttentionSpec))
             or vllm.model_config.is_diffusion or not vllm.model_config.is_prefix_caching_supported,
-        "speculative decoding with a draft model's KV (EAGLE, MTP) is not supported yet; use ngram, or turn it off":
-            speculative is not None and speculative.uses_draft_kv_cache(),
         "--mm-processor-cache-gb 0 without prefix caching: vLLM then names images by a counter, so two images can have "
         "the same pages; turn one of them on":
             multimodal is not None and multimodal.mm_processor_cache_gb == 0
@@ -291,3 +311,12 @@ def _require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
     found = [problem for problem, is_there in problems.items() if is_there]
     if found:
         raise ConfigError("HiCacheConnector: " + "; ".join(found))
+
+
+def log_as_vllm() -> None:
+    """Write HiCache's log to vLLM's handlers (vLLM only sets up its own logger), unless the program has set up
+    HiCache's."""
+    ours, theirs = logging.getLogger("hicache"), logging.getLogger("vllm")
+    if not ours.handlers and not logging.getLogger().handlers:
+        ours.handlers = list(theirs.handlers)
+        ours.setLevel(theirs.level)

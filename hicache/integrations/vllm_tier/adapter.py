@@ -32,6 +32,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from ...backends.opening import StorageOpener
 from ...backends.storage import Storage
 from ...clock import SYSTEM_CLOCK
+from ...config import HiCacheConfig
 from ...errors import ConfigError
 from ...geometry import DTYPE_BYTES
 from ...keys import Namespace
@@ -53,11 +54,11 @@ _WHERE = "secondary_tiers of kv_connector_extra_config"
 class HiCacheTier(SecondaryTierManager):
     """See the module's docstring. Options of its entry in `secondary_tiers`:
 
-    `config` is the file of HiCache's configuration; the sections storage, storage_format, integrity, transfer, prefetch
-    and metrics are used. `model` is a name of the weights instead of the model's folder: it must change whenever they
-    do, and with each flag that changes their results, which vLLM does not pass to a tier. `in_place` transfers chunks
-    without a copy: a store that hangs then blocks the requests that wait for it, and `reset_cache`. `locality` is for
-    vLLM.
+    `config` is the file of HiCache's configuration, or from HiCacheConnector the configuration; the sections storage,
+    storage_format, integrity, transfer, prefetch and metrics are used. `model` is a name of the weights instead of the
+    model's folder: it must change whenever they do, and with each flag that changes their results, which vLLM does not
+    pass to a tier. `in_place` transfers chunks without a copy: a store that hangs then blocks the requests that wait
+    for it, and `reset_cache`. `locality` is for vLLM.
 
     Raises ConfigError for invalid options or configuration, BackendError if storage cannot be opened.
     """
@@ -70,7 +71,7 @@ class HiCacheTier(SecondaryTierManager):
         primary_kv_view: memoryview,
         tier_type: str,
         backpressure_detector: BackpressureDetector | None = None,
-        config: str | None = None,
+        config: str | HiCacheConfig | None = None,
         model: str | None = None,
         in_place: bool = False,
         locality: str | None = None,
@@ -78,7 +79,9 @@ class HiCacheTier(SecondaryTierManager):
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
         layout = chunk_layout(offloading_spec, self.block_size_bytes)
-        options = engine_config(_WHERE, {"config": config}, layout.chunk_tokens, whole_page=True)
+        options = config
+        if not isinstance(options, HiCacheConfig):
+            options = engine_config(_WHERE, {"config": config}, layout.chunk_tokens, whole_page=True)
         if options.storage is None:
             raise ConfigError("storage: is not configured, but a tier of vLLM needs it; add the section `storage`")
         name = offloading_spec.config.model.name
