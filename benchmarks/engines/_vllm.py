@@ -15,23 +15,33 @@ from tests.engines.process import serve
 BLOCK_TOKENS = 64
 _LAYERS, _KV_HEADS, _HEAD_DIM = 8, 8, 128
 _VOCABULARY = 1024
+_WINDOW = 512
+_WINDOWS: dict[str, Any] = {
+    "sliding_window": _WINDOW, "query_pre_attn_scalar": _HEAD_DIM,
+    "layer_types": ["sliding_attention"] * 3 + ["full_attention"] + ["sliding_attention"] * 3 + ["full_attention"],
+}  # fmt: skip
+# vLLM divides the layers of a model with windows into so many groups, and each has blocks of its own.
+_GROUPS = {"llama": 1, "windows": 4}
 # The blocks of the device have room for so many prompts.
 _DEVICE_PROMPTS = 3
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def save_model(folder: Path) -> None:
-    """Save a Llama of 105 million random weights, without a tokenizer."""
+def save_model(folder: Path, kind: str = "llama") -> None:
+    """Save a Llama of 105 million random weights, or with `windows` a Gemma 3 of that shape in which every fourth layer
+    has full attention, and the others a window. There is no tokenizer."""
     import torch  # noqa: PLC0415
-    from transformers import AutoModelForCausalLM, LlamaConfig  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
 
     torch.manual_seed(0)
-    config = LlamaConfig(
+    name, entries = ("LlamaConfig", {}) if kind == "llama" else ("Gemma3TextConfig", _WINDOWS)
+    config = getattr(transformers, name)(
         vocab_size=_VOCABULARY, hidden_size=1024, intermediate_size=2816, num_hidden_layers=_LAYERS,
         num_attention_heads=_KV_HEADS, num_key_value_heads=_KV_HEADS, head_dim=_HEAD_DIM,
         max_position_embeddings=8192, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, pad_token_id=0,
+        **entries,
     )  # fmt: skip
-    AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
 def _session_cpu_s() -> float:
@@ -52,9 +62,10 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     from vllm import LLM, SamplingParams, TokensPrompt  # noqa: PLC0415
 
     tokens, connector = options["tokens"], options["connector"]
+    blocks = _DEVICE_PROMPTS * _GROUPS[options["kind"]] * (tokens // BLOCK_TOKENS + 1)
     llm = LLM(
         model=options["model"], skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
-        block_size=BLOCK_TOKENS, num_gpu_blocks_override=_DEVICE_PROMPTS * (tokens // BLOCK_TOKENS + 1),
+        block_size=BLOCK_TOKENS, num_gpu_blocks_override=blocks,
         max_model_len=tokens + 8, max_num_batched_tokens=tokens + 8, max_num_seqs=4, enable_prefix_caching=True,
         disable_log_stats=True, **({"kv_transfer_config": connector} if connector else {}),
     )  # fmt: skip

@@ -1,11 +1,12 @@
 """Time to first token of vLLM: computed, and hits in its own prefix cache, in host memory and in files.
 
-    .venv-engines/bin/python -m benchmarks.engines.ttft [--path DIRECTORY] [--ways NAME ...]
+    .venv-engines/bin/python -m benchmarks.engines.ttft [--path DIRECTORY] [--ways NAME ...] [--model windows]
 
 Each way is a separate vLLM, one after another: HiCacheConnector, vLLM's OffloadingConnector over its own file tier and
 over HiCacheTier. (LMCache's connector does not support CPUs.) Hits in files are those of a second process over the same
-directory. The model has random weights and 2 MiB of KV in 64 tokens. An answer reports the number of its cached tokens;
-an answer counts as a hit only if all its whole pages were cached.
+directory. The model has random weights and 2 MiB of KV in 64 tokens. With `windows`, three of four layers keep 512
+tokens, so HiCacheConnector runs vLLM's offloading. An answer reports the number of its cached tokens; an answer counts
+as a hit only if all its whole pages were cached.
 """
 
 from __future__ import annotations
@@ -43,12 +44,8 @@ def _connector(name: str, extra: dict[str, Any], **more: str) -> dict[str, Any]:
 
 
 def _offloading(tier: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of OffloadingConnector. vLLM's worker does not run on a CPU, so the tests' worker copies
-    between blocks and primary tier."""
-    extra = {
-        "spec_name": "CpuTieringSpec", "spec_module_path": "tests.engines.vllm_cpu_spec",
-        "cpu_bytes_to_use": _HOST_BYTES, "secondary_tiers": [tier],
-    }  # fmt: skip
+    """Return the options of OffloadingConnector."""
+    extra = {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": _HOST_BYTES, "secondary_tiers": [tier]}
     return _connector("OffloadingConnector", extra)
 
 
@@ -82,8 +79,11 @@ WAYS: dict[str, Callable[[Path], dict[str, Any]]] = {
 
 
 def _open(model: Path, folder: Path, way: str, tokens: int) -> EngineProcess:
-    environ = {**vllm_environ(), **MALLOC, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": str(os.cpu_count())}
-    options = {"model": str(model), "connector": WAYS[way](folder), "tokens": tokens}
+    """Start an engine. vLLM's offloading worker does not run on a CPU, so the tests' worker copies between blocks and
+    primary tier."""
+    cpu = vllm_environ(zeros=folder / "zeros")
+    environ = {**cpu, **MALLOC, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": str(os.cpu_count())}
+    options = {"model": str(model), "kind": model.name, "connector": WAYS[way](folder), "tokens": tokens}
     engine = EngineProcess("benchmarks.engines._vllm", options, folder=folder, environ=environ)
     engine.call("warm_up", timeout_s=_CALL_S)
     return engine
@@ -140,12 +140,14 @@ def _ms(seconds: Sequence[float]) -> str:
     return f"{min(seconds) * 1e3:.0f} ms ({statistics.median(seconds) * 1e3:.0f})"
 
 
-def run(path: str | None, ways: Sequence[str], *, tokens: int = 2049, prompts: int = 5) -> list[Row]:
+def run(
+    path: str | None, ways: Sequence[str], *, kind: str = "llama", tokens: int = 2049, prompts: int = 5
+) -> list[Row]:
     """Measure in a temporary directory below `path` (default: the current directory)."""
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=path or os.getcwd()) as name:
-        model = Path(name, "model")
-        save_model(model)
+        model = Path(name, kind)
+        save_model(model, kind)
         for number, way in enumerate(ways):
             folder = Path(name, str(number))
             (folder / "store").mkdir(parents=True, mode=0o700)
@@ -161,10 +163,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Time to first token of vLLM on hits")
     parser.add_argument("--path", help="directory to write in (default: a temporary one below the current directory)")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--model", choices=["llama", "windows"], default="llama")
     parser.add_argument("--prompts", type=int, default=5)
     options = parser.parse_args()
-    rows = run(options.path, options.ways, prompts=options.prompts)
-    print_table("Time to first token of a prompt of 2,049 tokens (64 MiB of KV) in vLLM", rows)
+    rows = run(options.path, options.ways, kind=options.model, prompts=options.prompts)
+    size = "64 MiB of KV" if options.model == "llama" else "up to 64 MiB of KV, windows of 512 tokens"
+    print_table(f"Time to first token of a prompt of 2,049 tokens ({size}) in vLLM", rows)
 
 
 if __name__ == "__main__":

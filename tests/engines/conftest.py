@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .model import save_model
+from .model import save_eagle, save_model
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +31,9 @@ def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def state_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with states and full attention in turn."""
     return save_model(tmp_path_factory.mktemp("states"), "states")
+
+
+@pytest.fixture(scope="session")
+def eagle(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An EAGLE head for the small Llama."""
+    return save_eagle(tmp_path_factory.mktemp("eagle"), llama)

@@ -65,12 +65,23 @@ def uniform(*specs: KVCacheSpec) -> UniformTypeKVCacheSpecs:
 
 @pytest.mark.parametrize("specs", [[FULL], [LATENT], [uniform(LATENT, INDEXER)]], ids=["full", "latent", "indexer"])
 def test_one_group_of_full_attention_has_pages(specs: list[KVCacheSpec]) -> None:
-    assert has_pages(caches(*specs))
+    assert has_pages(vllm_config(), caches(*specs))
 
 
 @pytest.mark.parametrize("specs", [[WINDOW], [FULL, WINDOW], [FULL, FULL], [FULL, STATE]], ids=lambda s: str(len(s)))
 def test_windows_states_and_several_groups_have_chunks(specs: list[KVCacheSpec]) -> None:
-    assert not has_pages(caches(*specs))
+    assert not has_pages(vllm_config(), caches(*specs))
+
+
+DRAFT = SimpleNamespace(
+    uses_draft_kv_cache=lambda: True, method="eagle", draft_model_config=SimpleNamespace(model="someone/draft")
+)
+
+
+def test_the_kv_of_a_draft_model_has_chunks_but_ngram_has_pages() -> None:
+    ngram = SimpleNamespace(uses_draft_kv_cache=lambda: False)
+    assert not has_pages(vllm_config(speculative_config=DRAFT), caches(FULL))
+    assert has_pages(vllm_config(speculative_config=ngram), caches(FULL))
 
 
 CHUNKS: dict[str, tuple[list[KVCacheSpec], int | None, int, int]] = {
@@ -134,6 +145,7 @@ def test_engines_whose_kv_can_differ_do_not_share_chunks() -> None:
     """vLLM tells a tier neither of these settings."""
     changes: list[dict[str, Any]] = [
         {}, {"max_model_len": 131072}, {"quantization": "fp8"}, {"load_format": "dummy"}, {"dtype": torch.float16},
+        {"speculative_config": DRAFT},
     ]  # fmt: skip
     assert len({_tiers(vllm_config(**change), STORED)[0]["model"] for change in changes}) == len(changes)
     assert _tiers(vllm_config(), STORED) == _tiers(vllm_config(), STORED)

@@ -136,7 +136,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "attended to as a whole": ({}, {"non_causal": True}),
     "canvas": ({"is_diffusion": True}, {}),
     "pooling needs all tokens": ({"is_prefix_caching_supported": False}, {}),
-    "draft model's KV": ({"speculative_config": SimpleNamespace(uses_draft_kv_cache=lambda: True)}, {}),
     "pipeline parallelism": ({"pipeline_parallel_size": 2}, {}),
     "several nodes": ({"nnodes": 2}, {}),
     "context parallelism": ({"decode_context_parallel_size": 2}, {}),

@@ -1,4 +1,4 @@
-"""HiCacheConnector on models whose layers keep the KV of different tokens: a window, or a state.
+"""HiCacheConnector on models whose layers keep the KV of different tokens: a window, a state, or a draft model's.
 
 For each model, a first process computes prompts and serves them from its host memory; a second process over the same
 files serves them from there. `test_zeroed_loads_change_the_tokens` is the control.
@@ -22,11 +22,14 @@ PROMPT_TOKENS = 410
 # The whole chunks of a prompt: pages of 64 tokens with windows, and blocks of 128 that vLLM chooses for the states.
 CACHED_TOKENS = 384
 NAMES = ("equal", "zeroed")
-# The arguments of vLLM, and its chunks in the log.
-KINDS: dict[str, tuple[dict[str, object], str]] = {
-    "hybrid_model": ({}, "3 x SlidingWindow, 1 x FullAttention): 64.0 MiB of host memory, chunks of 64 tokens"),
-    "state_model": ({"block_size": None, "mamba_cache_mode": "align"}, "chunks of 128 tokens (one block"),
-}
+# The fixture of the model, the arguments of vLLM, and the line about chunks in the log.
+KINDS: dict[str, tuple[str, dict[str, object], str]] = {
+    "windows": (
+        "hybrid_model", {}, "(3 x SlidingWindow, 1 x FullAttention): 64.0 MiB of host memory, chunks of 64 tokens",
+    ),
+    "states": ("state_model", {"block_size": None, "mamba_cache_mode": "align"}, "chunks of 128 tokens (one block"),
+    "draft": ("llama", {}, "chunks of 64 tokens"),
+}  # fmt: skip
 
 
 class Model:
@@ -59,8 +62,11 @@ def serve(engine: EngineProcess, name: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", params=KINDS)
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
-    options, chunks = KINDS[request.param]
-    return Model(request.getfixturevalue(request.param), options, chunks, tmp_path_factory.mktemp(request.param))
+    name, options, chunks = KINDS[request.param]
+    if request.param == "draft":
+        head = str(request.getfixturevalue("eagle"))
+        options = {"speculative_config": {"method": "eagle", "model": head, "num_speculative_tokens": 2}}
+    return Model(request.getfixturevalue(name), options, chunks, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")

@@ -276,6 +276,37 @@ def test_a_request_preempted_and_aborted_in_its_second_load_frees_its_blocks_onc
         engine.run(request)
 
 
+class NeverDrains(Worker):
+    """Gives memory back while it is copied."""
+
+    def drain(self) -> None:
+        pass
+
+
+def sleep_while_saving(engine: Engine) -> int:
+    """Return the pages on L2 of a request whose saves had not ended when the engine went to sleep."""
+    engine.hold("save")
+    request = engine.add(engine.request(PROMPT, 2))
+    wait_for(lambda: request.status == "finished", engine.step)
+    engine.sleep()
+    engine.release("save")
+    engine.run(request)
+    return engine.pages_on_host(request)
+
+
+@pytest.mark.parametrize("options", [{}, {"ranks": 2}], ids=str)
+def test_copies_end_before_the_memory_of_the_device_is_given_back(tmp_path: Path, options: dict[str, Any]) -> None:
+    with engine_on(tmp_path, NAME, **options) as engine:
+        assert sleep_while_saving(engine) == 5
+
+
+def test_without_a_drain_the_pages_saved_during_a_sleep_are_wrong(tmp_path: Path) -> None:
+    """The control of the test above."""
+    kinds = (SchedulerSide, NeverDrains)
+    with pytest.raises(AssertionError, match="is wrong"), engine_on(tmp_path, NAME, kinds=kinds) as engine:
+        sleep_while_saving(engine)
+
+
 class NeverFlushes(SchedulerSide):
     """Never requests a flush."""
 

@@ -149,6 +149,15 @@ class Engine:
         self.blocks.by_hash.clear()
         self.blocks.hash_of.clear()
 
+    def sleep(self) -> None:
+        """Give the memory of the device back: its content is lost, and nothing may read it."""
+        for worker, layers in zip(self.workers, self.memory, strict=True):
+            worker.drain()
+            for regions in layers:
+                for slots in regions:
+                    slots[:] = 0
+        self.forget_device()
+
     def release(self, *kinds: str) -> None:
         for worker in self.workers:
             worker.held.difference_update(kinds)

@@ -44,7 +44,8 @@ class Gate:
 
 
 class Worker(WorkerSide):
-    """A WorkerSide whose copies can be held, or fail. A flush waits for the saves, so it first releases held ones."""
+    """A WorkerSide whose copies can be held, or fail. A flush waits for the saves, so it first releases held ones, and
+    a drain for all copies."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -66,6 +67,11 @@ class Worker(WorkerSide):
         if step.flush:
             self.release("save")
         super().flush(step)
+
+    def drain(self) -> None:
+        for kind in self.gates:
+            self.release(kind)
+        super().drain()
 
     def release(self, kind: str) -> None:
         for gate in self.gates[kind]:

@@ -1,8 +1,8 @@
-"""ChunkConnector: the connector of models with windows or states, whose layers keep the KV of different tokens.
+"""ChunkConnector: the connector of models whose layers keep the KV of different tokens (windows, states, draft models).
 
-vLLM's own OffloadingConnector does the work: it knows which chunks of a window or a state a request needs, and these
-rules change with each version of vLLM. It keeps chunks in its host memory, and HiCacheTier behind it stores them. Both
-are set up here from HiCache's configuration.
+vLLM's own OffloadingConnector does the work: it knows which chunks of a window or a state a request needs and which
+block of a draft model is not valid, and these rules change with each version of vLLM. It keeps chunks in its host
+memory, and HiCacheTier behind it stores them. Both are set up here from HiCache's configuration.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import copy
 import dataclasses
 import hashlib
 import logging
+import os
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +25,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 from ...config import HiCacheConfig
 from ...config.schema import HostConfig
 from ...errors import ConfigError
+from ...fingerprint import model_fingerprint
 from ...units import format_size
 from ..options import engine_config
 from .engine import OPTIONS, extra_of, identity_of, quantisation_of, require_supported
@@ -103,12 +105,21 @@ def _tiers(vllm: VllmConfig, config: HiCacheConfig) -> list[dict[str, Any]]:
             "that changes with the weights of the model and of its adapters, or remove storage"
         )
     terms = [
-        quantisation_of(vllm), f"dtype={model.dtype}", f"length={model.max_model_len}",
+        quantisation_of(vllm), f"dtype={model.dtype}", f"length={model.max_model_len}", f"draft={_draft(vllm)}",
         f"weights={'dummy' if vllm.load_config.load_format == 'dummy' else 'loaded'}",
     ]  # fmt: skip
     identity = f"{identity_of(vllm)} {hashlib.sha256(repr(terms).encode()).hexdigest()}"
     module = "hicache.integrations.vllm_tier"
     return [{"type": "HiCacheTier", "module_path": module, "config": config, "model": identity}]
+
+
+def _draft(vllm: VllmConfig) -> str:
+    """Return the draft model whose KV the chunks contain. KV of other weights would lower its acceptance."""
+    speculative = vllm.speculative_config
+    if speculative is None or not speculative.uses_draft_kv_cache():
+        return ""
+    name = speculative.draft_model_config.model
+    return f"{speculative.method} {model_fingerprint(name) if os.path.isdir(name) else name}"
 
 
 def _host_bytes(host: HostConfig, vllm: VllmConfig, cache: KVCacheConfig, blocks: int) -> int:
@@ -151,7 +162,10 @@ def _kind(spec: KVCacheSpec) -> str:
 
 
 def _with_options(vllm: VllmConfig, options: dict[str, Any]) -> VllmConfig:
-    """Return a copy of the configuration in which the connector has these options."""
-    changed = copy.copy(vllm)
-    changed.kv_transfer_config = dataclasses.replace(vllm.kv_transfer_config, kv_connector_extra_config=options)
+    """Return a copy of the configuration in which the connector has these options, and an id of its own: vLLM names its
+    host memory by it, and an OffloadingConnector beside this one has the engine's."""
+    changed, transfer = copy.copy(vllm), vllm.kv_transfer_config
+    changed.kv_transfer_config = dataclasses.replace(
+        transfer, kv_connector_extra_config=options, engine_id=f"{transfer.engine_id}-hicache"
+    )
     return changed

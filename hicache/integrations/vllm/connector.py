@@ -85,6 +85,11 @@ class PageConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         self._worker = _Worker(self._engine, kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """Wait for all copies: vLLM (0.33 or later) unmaps its caches to sleep. It maps them at the same addresses when
+        it wakes up, so there is nothing to restore."""
+        self._side.drain()
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         self._side.flush(_step(kv_connector_metadata))
 

@@ -262,10 +262,13 @@ def warn_of_settings(vllm: VllmConfig, cache: KVCacheConfig) -> None:
         )  # fmt: skip
 
 
-def has_pages(cache: KVCacheConfig) -> bool:
-    """True if all layers have full attention in one group, so that a page is the same blocks of all of them."""
-    one = len(cache.kv_cache_groups) == 1
-    return one and all(isinstance(layer, FullAttentionSpec) for layer in layer_specs(cache))
+def has_pages(vllm: VllmConfig, cache: KVCacheConfig) -> bool:
+    """True if all layers have full attention in one group, so that a page is the same blocks of all of them, and none
+    is a draft model's, whose last block vLLM may drop."""
+    speculative = vllm.speculative_config
+    if len(cache.kv_cache_groups) != 1 or (speculative is not None and speculative.uses_draft_kv_cache()):
+        return False
+    return all(isinstance(layer, FullAttentionSpec) for layer in layer_specs(cache))
 
 
 def _unawaited(vllm: VllmConfig, names: list[str]) -> frozenset[str]:
@@ -284,7 +287,7 @@ def layer_specs(cache: KVCacheConfig) -> list[KVCacheSpec]:
 def require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
     """Raise ConfigError, with what to change, for options and settings that HiCache does not support."""
     known_options(OPTIONS, extra_of(vllm), frozenset({"config", "model", "load"}))
-    parallel, speculative = vllm.parallel_config, vllm.speculative_config
+    parallel = vllm.parallel_config
     algorithm, multimodal = vllm.cache_config.prefix_caching_hash_algo, vllm.model_config.multimodal_config
     layers, role = layer_specs(cache), vllm.kv_transfer_config.kv_role
     problems = {
@@ -298,8 +301,6 @@ def require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
         "whole, or pooling needs all tokens); remove the connector":
             any(layer.non_causal for layer in layers if isinstance(layer, FullAttentionSpec))
             or vllm.model_config.is_diffusion or not vllm.model_config.is_prefix_caching_supported,
-        "speculative decoding with a draft model's KV (EAGLE, MTP) is not supported yet; use ngram, or turn it off":
-            speculative is not None and speculative.uses_draft_kv_cache(),
         "--mm-processor-cache-gb 0 without prefix caching: vLLM then names images by a counter, so two images can have "
         "the same pages; turn one of them on":
             multimodal is not None and multimodal.mm_processor_cache_gb == 0

@@ -1,7 +1,7 @@
 """HiCacheConnector: the class that vLLM's flag names, for every model.
 
     PageConnector     full attention: pages in HiCache's own shared frames (L2), and storage
-    ChunkConnector    windows or states: vLLM's own offloading, with HiCache's storage behind it
+    ChunkConnector    windows, states or draft models: vLLM's own offloading, with HiCache's storage behind it
 
 vLLM calls the class methods before it knows the groups of KV caches, so they serve both kinds.
 """
@@ -36,7 +36,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         cls, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig
     ) -> PageConnector | ChunkConnector:
         log_as_vllm()
-        kind = PageConnector if has_pages(kv_cache_config) else ChunkConnector
+        kind = PageConnector if has_pages(vllm_config, kv_cache_config) else ChunkConnector
         return kind(vllm_config, role, kv_cache_config)
 
     @classmethod

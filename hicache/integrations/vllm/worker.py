@@ -30,7 +30,7 @@ from .layout import BlockLayout
 
 logger = logging.getLogger(__name__)
 
-# A save that takes longer than this is stuck, and its blocks are about to be overwritten.
+# A copy that takes longer than this is stuck, and its blocks are about to be overwritten or unmapped.
 _FLUSH_S_MAX = 120.0
 
 
@@ -97,10 +97,13 @@ class WorkerSide:
     def flush(self, step: Step) -> None:
         """Block until the saves of the requests in `step.flush` have ended. Raises TransferError if one is stuck: its
         copy might contain later writes."""
-        for rid in step.flush:
-            for copy in [copy for copy in self._saves.values() if copy.job.rid == rid]:
-                if copy.transfer is not None and not copy.transfer.wait(_FLUSH_S_MAX):
-                    raise TransferError(f"copy: a save has not ended within {_FLUSH_S_MAX:.0f} s; restart the engine")
+        lost = set(step.flush)
+        _wait(copy for copy in self._saves.values() if copy.job.rid in lost)
+
+    def drain(self) -> None:
+        """Block until all copies have ended, because vLLM gives the memory of its blocks back. Raises TransferError if
+        one is stuck."""
+        _wait([*self._loads.values(), *self._saves.values()])
 
     def begin_step(self, step: Step) -> None:
         """Start the measurement of a step's forward."""
@@ -185,6 +188,12 @@ class WorkerSide:
     def _invalidate(self, copy: _Copy, error: TransferError | None) -> None:
         self._invalid_blocks.update(copy.job.blocks.tolist())
         logger.warning("a load of %d blocks failed; they are computed again: %s", len(copy.job.blocks), error)
+
+
+def _wait(copies: Iterable[_Copy]) -> None:
+    for copy in copies:
+        if copy.transfer is not None and not copy.transfer.wait(_FLUSH_S_MAX):
+            raise TransferError(f"copy: it has not ended within {_FLUSH_S_MAX:.0f} s; restart the engine")
 
 
 class _ForwardTimer:
