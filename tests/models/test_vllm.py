@@ -7,17 +7,18 @@ control: with zeros in place of the stored KV the model gives other tokens, so a
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.engines.process import EngineProcess
+from tests.engines.process import EngineFailed, EngineProcess
 from tests.engines.prompts import prompt, write_config
 from tests.engines.vllm_engine import BLOCK_TOKENS, HOOKS, hicache_connector, vllm_environ, vllm_options
 
-from .table import CACHED_TOKENS, MODELS, PROMPT_TOKENS, save_model
+from .table import CACHED_TOKENS, MODELS, NOT_STARTED, PROMPT_TOKENS, Model, save_model
 
 # A busy machine imports vLLM in a minute, and starts each of five engines in half a minute.
 pytestmark = pytest.mark.timeout(900)
@@ -29,10 +30,10 @@ TOKENS = 16
 class Served:
     """A model, with the output tokens of vLLM alone for a computed prompt (`cold`) and for a cached one (`hit`)."""
 
-    def __init__(self, name: str, folder: Path, runner: EngineProcess) -> None:
-        self._row, self._folder, self._runner = MODELS[name], folder, runner
+    def __init__(self, row: Model, folder: Path, runner: EngineProcess) -> None:
+        self._row, self._folder, self._runner = row, folder, runner
         self._model = folder / "model"
-        save_model(name, self._model)
+        save_model(row, self._model)
         self._prompt = prompt("one of the table", CACHED_TOKENS if self._row.decodes_hits else PROMPT_TOKENS)
         (answer,) = self.play(["generate"])
         self.hit = answer["tokens"]
@@ -86,7 +87,7 @@ def marks(name: str) -> list[pytest.MarkDecorator]:
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=marks(name)) for name in MODELS])
 def served(request: pytest.FixtureRequest, runner: EngineProcess, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return Served(request.param, tmp_path_factory.mktemp("model"), runner)
+    return Served(MODELS[request.param], tmp_path_factory.mktemp("model"), runner)
 
 
 @pytest.mark.parametrize("path", ["connector", "tier"])
@@ -99,3 +100,13 @@ def test_tokens_are_those_of_vllm_alone_cold_from_host_memory_and_from_files_unl
     for hit in (host, files):
         assert (hit["tokens"][: len(served.hit)], hit["cached"]) == (served.hit, CACHED_TOKENS)
     assert zeroed["cached"] == CACHED_TOKENS and zeroed["tokens"][: len(served.hit)] != served.hit
+
+
+@pytest.mark.all_models
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in NOT_STARTED])
+def test_vllm_alone_does_not_start_the_models_that_the_page_lists_as_not_run(
+    name: str, runner: EngineProcess, tmp_path: Path
+) -> None:
+    row, error = NOT_STARTED[name]
+    with pytest.raises(EngineFailed, match=re.escape(error)):
+        Served(row, tmp_path, runner)
