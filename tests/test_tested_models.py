@@ -19,7 +19,9 @@ def section(repository: Path) -> str:
 
 
 def test_its_tables_are_those_of_the_suite(section: str) -> None:
-    tested = [f"| {name} | {row.layers} | {row.dtype} | {'yes' if row.in_ci else 'no'} |" for name, row in MODELS.items()]
+    tested = [
+        f"| {name} | {row.layers} | {row.dtype} | {'yes' if row.in_ci else 'no'} |" for name, row in MODELS.items()
+    ]
     not_run = [f"| {name} | `{error}` |" for name, (_, error) in NOT_STARTED.items()]
     tables = re.findall(r"^\|---.*\n((?:\|.*\n)+)", section, flags=re.MULTILINE)
     assert [table.splitlines() for table in tables] == [tested, not_run]
