@@ -84,8 +84,7 @@ class ServerOptions(Section):
 
     open_timeout: PositiveDuration = Field(
         default=5.0, ge=0.01, le=3600,
-        description="Time limit for opening the store. Shorter continues sooner beside a server that accepts "
-        "connections and does not answer.",
+        description="Time limit for opening a store whose server accepts connections and does not answer.",
     )
 
 

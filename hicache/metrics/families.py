@@ -118,7 +118,7 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
     MetricSpec("worker_restarts_total", "Workers that died and were replaced.", (),
                lambda s: s.controller.worker_restarts,
                "Should stay at 0. The log has the reason."),
-    MetricSpec("storage_open_failures_total", "Failed attempts to open storage for new weights.", (),
+    MetricSpec("storage_open_failures_total", "Failed attempts to open storage.", (),
                lambda s: s.controller.open_failures,
                "At the start or for new weights. The log has the error."),
     MetricSpec("workers_alive", "Workers that run and are not stuck.", (), lambda s: s.controller.workers_alive,

@@ -49,6 +49,11 @@ def send_raw(daemon: Daemon, *pieces: bytes, pause_s: float = 0.0) -> int:
         return answer_of(sock)[0]
 
 
+def own(dice: random.Random) -> str:
+    """Return a name of shared memory that another process with the same seed does not use."""
+    return f"{dice.randrange(1 << 40)}-{os.getpid()}"
+
+
 @contextlib.contextmanager
 def memory(name: str, pages: int = 8) -> Iterator[SharedMemory]:
     """Yield shared memory of this process, like that of an engine."""
@@ -199,7 +204,7 @@ def strange_json(daemon: Daemon, dice: random.Random) -> Answers:
 def foreign_frames(daemon: Daemon, dice: random.Random) -> Answers:
     """Name frames of another client, missing ones, and one twice."""
     found: Answers = Counter()
-    name, other = f"b{dice.randrange(1 << 40)}", f"c{dice.randrange(1 << 40)}"
+    name, other = f"b{own(dice)}", f"c{own(dice)}"
     with memory(name) as shared, memory(other):
         assert attach(daemon, shared)[0] == 200
         before = bytes(shared.mapping)
@@ -228,7 +233,7 @@ def _obstacles(folder: Path, dice: random.Random) -> Iterator[tuple[str, Path]]:
     victim.write_bytes(b"v" * (64 << 10))
     kinds = ("symlink", "dangling", "hardlink", "fifo", "directory", "socket", "empty", "short", "open", "sparse")
     for kind in kinds:
-        name = f"{kind}{dice.randrange(1 << 40)}"
+        name = f"{kind}{own(dice)}"
         path = path_of(name)
         if kind in {"symlink", "dangling"}:
             path.symlink_to(victim if kind == "symlink" else folder / "absent")
@@ -285,7 +290,7 @@ def strange_memories(daemon: Daemon, dice: random.Random) -> Answers:
     good = {"frame_bytes": FRAME_BYTES, "pages": 8, "device": 1, "inode": 1}
     for name in ("..", ".", "a/b", "..%2f..%2fetc%2fpasswd", "%00", "a%00b", "a" * 129, "%c3%a9", " ", "a%0d%0ab", "-"):
         found[daemon.call("PUT", f"/v1/memory/{name}", good)[0]] += 1
-    with memory(f"d{dice.randrange(1 << 40)}") as shared:
+    with memory(f"d{own(dice)}") as shared:
         for other in (
             {"inode": shared.identity[1] + 1}, {"device": shared.identity[0] + 1}, {"pages": 7}, {"pages": 1 << 31},
             {"frame_bytes": 4096}, {"frame_bytes": 4097}, {"pages": 0}, {"pages": -1}, {"inode": -1},
@@ -301,7 +306,7 @@ def strange_memories(daemon: Daemon, dice: random.Random) -> Answers:
 
 def dead_clients(daemon: Daemon, dice: random.Random) -> Answers:
     """Disconnect at many points of a request: in its head, in its body, and before and during the answer."""
-    with memory(f"e{dice.randrange(1 << 40)}") as shared:
+    with memory(f"e{own(dice)}") as shared:
         assert attach(daemon, shared)[0] == 200
         keys = keys_of(8, dice)
         transfer = {"keys": keys, "memory": shared.name, "frames": list(range(8)), "timeout_s": 5}

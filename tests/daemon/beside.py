@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from types import TracebackType
@@ -23,10 +24,10 @@ class Beside:
     """A thread with two clients, one with shared memory and one without. `served` counts the batches with all pages
     right; the others are in `failures`. `latencies_s` has the latency of each batch."""
 
-    def __init__(self, daemon: Daemon, name: str, payload_bytes: int = 100_000) -> None:
+    def __init__(self, daemon: Daemon, payload_bytes: int = 100_000) -> None:
         codec = FrameCodec(bytes(31) + b"\7", payload_bytes)
         layout = Layout(0, _PAGES, codec.frame_bytes, bytes(32))
-        self.memory = SharedMemory.open(f"beside-{name}", layout, deadline=time.monotonic() + 10.0)
+        self.memory = SharedMemory.open(f"beside-{os.getpid()}-{id(self)}", layout, deadline=time.monotonic() + 10.0)
         self._codec = codec
         options = RemoteStorageOptions(socket=daemon.socket, connections=2)
         self._clients = [store_of(RemoteDriver, codec, options) for _ in range(2)]

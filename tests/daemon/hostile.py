@@ -71,7 +71,7 @@ def run(folder: Path, seed: int, goes_on: Callable[[int], bool], is_warm: Callab
     """Run rounds while `goes_on(number of the round)` is True. Rounds with `is_warm(number)` False are the warm-up."""
     outcome = Outcome()
     with Daemon(folder, **BOUNDS) as daemon:
-        with Beside(daemon, str(seed)) as beside:
+        with Beside(daemon) as beside:
             while goes_on(outcome.rounds):
                 dice = random.Random(seed + outcome.rounds)
                 open_namespace(daemon)

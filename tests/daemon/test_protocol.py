@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -221,7 +222,7 @@ def test_memory_is_unmapped_only_after_the_operations_on_it_have_ended(
 
 
 def test_the_daemon_creates_memory_on_request_of_an_engine(client: Client) -> None:
-    name = f"daemons-{id(client)}"
+    name = f"daemons-{os.getpid()}"
     fields = {"frame_bytes": FRAME_BYTES, "pages": 2, "shape": "11" * 32}
     assert client.call("PUT", f"/v1/memory/{name}", fields)[0] == 200
     layout = Layout(0, 2, FRAME_BYTES, b"\x11" * 32)
