@@ -52,9 +52,8 @@ test-engines: $(ENGINES)/.stamp
 	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist loadfile --durations=30 -m "not all_models" \
 	  tests/engines tests/models $(PYTEST_ARGS)
 
-# The tests of a model share its answers, and run in one process.
 test-models: $(ENGINES)/.stamp
-	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist loadgroup --durations=30 tests/models $(PYTEST_ARGS)
+	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist load --durations=30 tests/models $(PYTEST_ARGS)
 
 quick: $(VENV)/.test-stamp
 	$(BIN)/ruff check .

@@ -28,32 +28,31 @@ TOKENS = 16
 
 
 class Served:
-    """A model, with the output tokens of vLLM alone for a computed prompt (`cold`) and for a cached one (`hit`)."""
+    """A model, with the tokens of vLLM alone after a computed prompt (`cold`) and after a cached one (`hit`)."""
 
     def __init__(self, row: Model, folder: Path, runner: EngineProcess) -> None:
         self._row, self._folder, self._runner = row, folder, runner
         self._model = folder / "model"
         save_model(row, self._model)
-        self._prompt = prompt("one of the table", CACHED_TOKENS if self._row.decodes_hits else PROMPT_TOKENS)
-        (answer,) = self.play(["generate"])
-        self.hit = answer["tokens"]
-        if self._row.decodes_hits:
+        self._prompt = prompt("one of the table", CACHED_TOKENS if row.decodes_hits else PROMPT_TOKENS)
+        ((self.hit, _),) = self.play(["generate"], tokens=TOKENS + row.decodes_hits)
+        self.cold = self.hit
+        if row.decodes_hits:
             self._prompt.append(self.hit.pop(0))
-            (answer,) = self.play(["generate"])
-        self.cold = answer["tokens"][: len(self.hit)]
+            ((self.cold, _),) = self.play(["generate"])
 
-    def play(self, steps: list[str], path: str | None = None) -> list[dict[str, Any]]:
-        """Run these steps in a new engine with HiCache as `path`. Return the answer to the prompt at each
-        `generate`."""
+    def play(self, steps: list[str], path: str | None = None, tokens: int = TOKENS) -> list[tuple[list[int], int]]:
+        """Run these steps in a new engine with HiCache as `path`. Return for each `generate` the output tokens and how
+        many tokens of the prompt were cached."""
         options = vllm_options(self._model, **self._row.options)
         if path is not None:
             options |= {"kv_transfer_config": getattr(self, f"_{path}")(), "worker_extension_cls": HOOKS}
-        asked: dict[str, Any] = {"prompts": [self._prompt], "tokens": TOKENS}
+        asked: dict[str, Any] = {"prompts": [self._prompt], "tokens": tokens}
         if self._row.has_adapter:
             asked["lora"] = str(self._model / "adapter")
         named = [(step, asked if step == "generate" else {}) for step in steps]
         answers = self._runner.call("play", engine=options, steps=named, timeout_s=PLAY_TIMEOUT_S)
-        return [answer[0] for step, answer in zip(steps, answers, strict=True) if step == "generate"]
+        return [(each["tokens"], each["cached"]) for (each,) in filter(None, answers)]
 
     def _connector(self) -> dict[str, object]:
         config = self._folder / "connector.yaml"
@@ -81,29 +80,25 @@ def runner(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
         yield runner
 
 
-def marks(name: str) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.xdist_group(name), *([] if MODELS[name].in_ci else [pytest.mark.all_models])]
+def rows() -> list[Any]:
+    return [pytest.param(name, marks=[] if row.in_ci else [pytest.mark.all_models]) for name, row in MODELS.items()]
 
 
-@pytest.fixture(scope="module", params=[pytest.param(name, marks=marks(name)) for name in MODELS])
-def served(request: pytest.FixtureRequest, runner: EngineProcess, tmp_path_factory: pytest.TempPathFactory) -> Served:
-    return Served(MODELS[request.param], tmp_path_factory.mktemp("model"), runner)
-
-
-@pytest.mark.parametrize("path", ["connector", "tier"])
-def test_tokens_are_those_of_vllm_alone_cold_from_host_memory_and_from_files_unless_they_are_zeroed(
-    served: Served, path: str
+@pytest.mark.parametrize("name", rows())
+def test_a_model_gives_the_tokens_of_vllm_alone_with_hits_of_each_tier_and_others_if_they_are_zeroed(
+    name: str, runner: EngineProcess, tmp_path: Path
 ) -> None:
-    cold, host = served.play(["generate", "reset", "generate"], path)
-    files, zeroed = served.play(["generate", "reset", "zero", "generate"], path)
-    assert (cold["tokens"][: len(served.cold)], cold["cached"]) == (served.cold, 0)
-    for hit in (host, files):
-        assert (hit["tokens"][: len(served.hit)], hit["cached"]) == (served.hit, CACHED_TOKENS)
-    assert zeroed["cached"] == CACHED_TOKENS and zeroed["tokens"][: len(served.hit)] != served.hit
+    served = Served(MODELS[name], tmp_path, runner)
+    expected = [(served.cold, 0), (served.hit, CACHED_TOKENS), (served.hit, CACHED_TOKENS)]
+    for path in ("connector", "tier"):
+        cold, host = served.play(["generate", "reset", "generate"], path)
+        files, zeroed = served.play(["generate", "reset", "zero", "generate"], path)
+        assert [cold, host, files] == expected, path
+        assert zeroed[1] == CACHED_TOKENS and zeroed[0] != served.hit, path
 
 
 @pytest.mark.all_models
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in NOT_STARTED])
+@pytest.mark.parametrize("name", NOT_STARTED)
 def test_vllm_alone_does_not_start_the_models_that_the_page_lists_as_not_run(
     name: str, runner: EngineProcess, tmp_path: Path
 ) -> None:
