@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines import vllm_engine
-from tests.engines.process import serve
+from tests.engines.process import serve, shared_memory_of
 from tests.waiting import wait_for
 
 Steps = list[tuple[str, dict[str, Any]]]
 # An engine starts and answers in 3 s on an idle machine.
-_ENGINE_TIMEOUT_S = 150.0
+_ENGINE_TIMEOUT_S = 300.0
 
 
 def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
@@ -42,11 +42,15 @@ def play(engine: dict[str, Any], steps: Steps) -> list[object]:
             if not ours.poll(_ENGINE_TIMEOUT_S):
                 raise TimeoutError(f"the engine has not answered within {_ENGINE_TIMEOUT_S:g} s")
             answers: list[object] = ours.recv()
+            child.join(_ENGINE_TIMEOUT_S)
         except EOFError:
             raise RuntimeError("the engine ended with an error; see the log") from None
         finally:
+            left = shared_memory_of(child.pid or 0)  # empty if it has ended
             child.kill()
             child.join()
+            for path in left:
+                path.unlink(missing_ok=True)
     return answers
 
 
@@ -63,8 +67,10 @@ def _run(engine: dict[str, Any], steps: Steps, answers: Connection) -> None:
     reset = known["reset"]
     known["reset"] = lambda: wait_for(lambda: bool(reset()))
     known["zero"] = lambda: _zero(known["workers"])
-    found = [known[name](**arguments) for name, arguments in steps]
-    known["close"]()
+    try:
+        found = [known[name](**arguments) for name, arguments in steps]
+    finally:
+        known["close"]()  # removes the engine's shared memory
     answers.send(found)
 
 
