@@ -85,7 +85,7 @@ class Chunk:
             )
         if states:
             config, blocks = engine_config(OPTIONS, extra, 1), 1
-            reason = "one block: vLLM keeps single blocks of a state"
+            reason = "one block and not page_size: vLLM keeps single blocks of a state"
         else:
             config = engine_config(OPTIONS, extra, sizes[-1])
             blocks = config.page_size // sizes[-1]
