@@ -1,15 +1,40 @@
-"""A listener on a free port of a loopback address that serves each connection on its own thread: a simulated server."""
+"""A listener on a free port of a loopback address that serves each connection on its own thread: a simulated server.
+And ports that are held for other servers."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
 from hicache.lab.devservers.ports import LOOPBACK
+
+# Attempts to find consecutive ports.
+_ATTEMPTS = 100
+
+
+@contextlib.contextmanager
+def held_ports(count: int = 1) -> Iterator[int]:
+    """Yield the first of `count` consecutive loopback ports. Until the context ends, each of them is bound and does not
+    listen: the kernel gives it to no other socket, but a server that is told the port and sets SO_REUSEADDR can listen
+    on it."""
+    for _ in range(_ATTEMPTS):
+        with contextlib.ExitStack() as sockets, contextlib.suppress(OSError):
+            first = 0
+            for number in range(count):
+                holder = sockets.enter_context(socket.socket())
+                holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                holder.bind((LOOPBACK, first + number if first else 0))
+                first = first or int(holder.getsockname()[1])
+            held = sockets.pop_all()
+            break
+    else:
+        raise OSError(f"found fewer than {count} consecutive free ports")
+    with held:
+        yield first
 
 
 class Listener:

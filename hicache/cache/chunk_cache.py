@@ -12,7 +12,6 @@ Invariant, verified by `check()`: used pages of L1 = pages held by requests.
 from __future__ import annotations
 
 import math
-from types import TracebackType
 
 import numpy as np
 
@@ -234,7 +233,5 @@ class ChunkCache:
     def __enter__(self) -> ChunkCache:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()

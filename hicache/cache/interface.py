@@ -15,7 +15,6 @@ an InvalidInput, on another thread than the owner (`take_over`).
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Protocol, Self
 
 from ..events import EventStream, Publisher
@@ -196,6 +195,4 @@ class TreeCache(Protocol):
 
     def __enter__(self) -> Self: ...
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    def __exit__(self, *exc_info: object) -> None: ...

@@ -14,7 +14,6 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import TracebackType
 
 from ..errors import InvariantError
 from ..radix import Match, Node, RadixTree
@@ -68,9 +67,7 @@ class Pin:
     def __enter__(self) -> Pin:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.release()
 
 

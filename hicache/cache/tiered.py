@@ -16,7 +16,6 @@ import math
 import time
 from collections.abc import Callable
 from threading import get_ident
-from types import TracebackType
 from typing import Self, TypedDict
 
 from ..arguments import instance, number, whole
@@ -428,7 +427,5 @@ class TieredCache:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import sqlite3
+import stat
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -147,6 +148,14 @@ def obstruct(path: Path, kind: str, outside: Path) -> None:
         path.mkdir()
         if kind == "full directory":
             (path / "mine").write_text("keep me")
+
+
+def changed(found: os.stat_result, *, size: int | None = None, ctime_ns: int | None = None) -> os.stat_result:
+    """Return a state of a file with another size or time of change."""
+    values = list(found)
+    values[stat.ST_SIZE] = found.st_size if size is None else size
+    named = {name: getattr(found, name) for name in dir(found) if name.startswith("st_")}
+    return os.stat_result(values, named if ctime_ns is None else {**named, "st_ctime_ns": ctime_ns})
 
 
 def reserved_bytes(root: Path) -> int:

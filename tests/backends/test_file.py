@@ -17,6 +17,7 @@ from hicache.backends.base import SetOutcome
 from hicache.backends.file.driver import USES_FLUSH_S
 from hicache.backends.file.pages import System
 from hicache.backends.testing import (
+    CORRUPT,
     HIT,
     MISS,
     PAYLOAD_BYTES,
@@ -420,6 +421,22 @@ def test_a_key_that_cannot_be_looked_up_counts_as_not_stored_and_as_an_error(tmp
     assert store.backend.statistics().errors == {"EIO": 1}
     assert exists(store, keys) == 1
     assert store.backend.statistics().errors == {"EIO": 2}
+
+
+@pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE + 1, 2 * PAGE, 1 << 40])
+def test_a_file_of_a_length_that_no_page_has_is_not_read_and_is_replaced(tmp_path: Path, size: int) -> None:
+    root, keys = tmp_path / "s", make_keys(2)
+    store = open_file(root)
+    store_chain(store, keys)
+    for key in keys:
+        os.truncate(page_path(root, CODEC, key), size)
+    assert store.backend.batch_has(keys, deadline=soon()) == [False, False]
+    assert store_chain(store, keys[:1]) == [STORED]
+    frames = [memoryview(bytearray(b"\xee" * PAGE)) for _ in keys]
+    assert store.backend.batch_get(keys, frames, deadline=soon()) == [HIT, CORRUPT]
+    assert bytes(frames[1]) == b"\xee" * PAGE
+    assert dict(store.backend.statistics().corrupt) == {"size": 1}
+    assert store.read(keys[1]) is None
 
 
 def test_a_page_used_again_outlives_newer_unused_pages(tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from hicache.backends.base import SetOutcome
 from hicache.backends.testing import (
     GET_ERROR,
     HIT,
+    MISS,
     PRESENT,
     SET_ERROR,
     STORED,
@@ -154,6 +155,20 @@ def test_no_room_is_a_rejection_and_anything_else_an_error(tmp_path: Path, call:
     assert set(store.backend.statistics().errors) == {errno.errorcode[code]}
     system.armed = False
     assert store_chain(store, make_keys(3)) == [STORED] * 3
+
+
+def test_no_page_is_published_behind_one_without_room(tmp_path: Path) -> None:
+    """The control: without the fault all are stored. The directories of the pages exist, so each takes one rename."""
+    system, keys = Faulty(Fails("rename", errno.ENOSPC, 3)), make_keys(5)
+    system.armed = False
+    store = open_file(tmp_path / "s", system=system, **OPTIONS)
+    assert store_chain(store, keys) == [STORED] * 5
+    assert store.backend.delete(keys, deadline=soon()) == 5
+    system.armed = True
+    assert store_chain(store, keys) == [STORED] * 2 + [REJECTED] * 3
+    system.armed = False
+    assert load(store, keys) == [HIT] * 2 + [MISS] * 3
+    file_driver(store).check()
 
 
 def test_a_page_that_cannot_be_read_is_an_error_and_stays(tmp_path: Path) -> None:

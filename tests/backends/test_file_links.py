@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,7 @@ from tests.waiting import wait_for
 from ._files import (
     CODEC,
     PAGE,
+    changed,
     check,
     file_driver,
     obstruct,
@@ -41,6 +43,7 @@ from ._files import (
 T = TypeVar("T")
 LEVELS = {"namespace": 1, "fan": 0}
 OWNER = "0123456789abcdef"
+STEP_NS = 500_000_000
 
 
 class Following(System):
@@ -48,6 +51,14 @@ class Following(System):
 
     def _walk(self, path: str, dir_fd: int | None, call: Callable[[str, int | None], T]) -> T:
         return call(path, dir_fd)
+
+
+class CoarseTimes(System):
+    """A file system whose times advance in steps of half a second."""
+
+    def lstat(self, path: str, *, dir_fd: int | None = None) -> os.stat_result:
+        found = super().lstat(path, dir_fd=dir_fd)
+        return changed(found, ctime_ns=found.st_ctime_ns // STEP_NS * STEP_NS)
 
 
 def link_away(root: Path, key: bytes, level: str, outside: Path) -> Path:
@@ -210,10 +221,12 @@ def test_a_reservation_below_a_file_in_place_of_a_directory_ends_with_its_owner(
     assert store_chain(store, [key]) == [STORED]
 
 
-def test_a_page_in_a_directory_made_by_another_process_is_found(tmp_path: Path) -> None:
-    """A lookup reuses its list of directories only while the directory above is unchanged."""
+@pytest.mark.parametrize("system", [System(), CoarseTimes()], ids=["fine times", "coarse times"])
+def test_a_page_in_a_directory_made_by_another_process_is_found(tmp_path: Path, system: System) -> None:
+    """A lookup reuses its list of directories only while the directory above is unchanged. Several changes may have the
+    same time."""
     root, keys = tmp_path / "s", make_keys(30)
-    ours, theirs = open_file(root), open_file(root)
+    ours, theirs = open_file(root, system=system), open_file(root)
     for number, key in enumerate(keys):
         assert exists(ours, [key]) == 0
         assert store_chain(theirs, [key]) == [STORED]

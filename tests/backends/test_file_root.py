@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,7 @@ from ._files import (
     CODEC,
     PAGE,
     Faulty,
+    changed,
     check,
     obstruct,
     open_file,
@@ -60,6 +62,28 @@ def test_a_strange_file_in_place_of_a_page_is_never_followed_and_never_blocks(
         check(store, root)
     store.backend.close()
     open_file(root)
+
+
+class LongDirectories(System):
+    """A file system whose directories have the length of a page."""
+
+    def lstat(self, path: str, *, dir_fd: int | None = None) -> os.stat_result:
+        return self._lengthened(super().lstat(path, dir_fd=dir_fd))
+
+    def lstat_listed(self, path: str, *, dir_fd: int) -> os.stat_result:
+        return self._lengthened(super().lstat_listed(path, dir_fd=dir_fd))
+
+    def _lengthened(self, found: os.stat_result) -> os.stat_result:
+        return changed(found, size=PAGE) if stat.S_ISDIR(found.st_mode) else found
+
+
+def test_a_directory_with_the_length_of_a_page_does_not_count_as_stored(root: Path) -> None:
+    store, keys = open_file(root, system=LongDirectories()), make_keys(2)
+    store_chain(store, keys)
+    obstruct(page_path(root, CODEC, keys[1]), "directory", root)
+    assert exists(store, keys) == 1
+    assert store_chain(store, keys) == [PRESENT, STORED]
+    assert load(store, keys) == [HIT, HIT]
 
 
 def test_a_linked_fan_out_directory_is_not_followed(tmp_path: Path) -> None:

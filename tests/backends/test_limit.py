@@ -17,9 +17,11 @@ import pytest
 
 from hicache.backends.base import SetOutcome, StoredPage
 from hicache.backends.chains import Chains
+from hicache.backends.errors import ErrorKind, StoreError
 from hicache.backends.file.inspection import FileInspection, make_store
 from hicache.backends.limit import FIRST_LISTING_WAIT_S, LIST_INTERVAL_S, PAUSE_S, CapacityLimit
 from hicache.backends.memory import MemoryDriver
+from hicache.backends.pages import PageWrites
 from hicache.backends.storage import store_statistics
 from hicache.backends.store import UNGUARDED, Store
 from hicache.backends.stored import StoredPages
@@ -46,10 +48,10 @@ from hicache.backends.testing import (
 from hicache.background import BackgroundTask
 from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
 from hicache.errors import BackendUnavailable, InvalidInput
-from hicache.frame import FrameCodec
+from hicache.frame import FrameCodec, FrameHeader
 from tests.seeds import rng, seeds
 from tests.test_supervised import no_threads
-from tests.waiting import wait_for
+from tests.waiting import WAIT_S, wait_for
 
 from ._files import CODEC, OPENED, PAGE, disk_usage, file_options, open_file, open_stored, page_files
 
@@ -69,9 +71,12 @@ def clock() -> ManualClock:
     return ManualClock()
 
 
-def limited_memory(capacity_bytes: int, clock: Clock) -> Subject:
-    driver = MemoryDriver()
-    limit = CapacityLimit(CODEC, StoredPages(driver, "memory"), capacity_bytes=capacity_bytes, clock=clock)
+def limited_memory(
+    capacity_bytes: int, clock: Clock, driver: MemoryDriver | None = None, stored: StoredPages | None = None
+) -> Subject:
+    driver = driver or MemoryDriver()
+    stored = stored or StoredPages(driver, "memory")
+    limit = CapacityLimit(CODEC, stored, capacity_bytes=capacity_bytes, clock=clock)
     backend = Store(driver, CODEC, UNGUARDED, limit=limit, clock=clock)
     OPENED.append(backend)
     wait_for(lambda: limit._ledger.is_listed)
@@ -180,6 +185,77 @@ def test_a_store_with_room_for_a_few_pages_and_a_fraction_makes_room_too(clock: 
     store.backend.close()
 
 
+def test_pages_that_are_stored_again_take_no_room(clock: ManualClock) -> None:
+    store, keys = limited_memory(6 * PAGE, clock), make_keys(6)
+    for _ in range(4):
+        store_chain(store, keys[:2])
+    assert store_chain(store, keys) == [PRESENT] * 2 + [STORED] * 4
+    store.backend.close()
+
+
+def test_the_rest_of_a_batch_follows_the_stored_head_of_it(clock: ManualClock) -> None:
+    store, keys = limited_memory(6 * PAGE, clock), make_keys(6)
+    store_chain(store, keys[:3])
+    assert store_chain(store, keys) == [PRESENT] * 3 + [STORED] * 3
+    headers = [FrameHeader.parse(store.read(key) or b"") for key in keys[1:]]
+    assert [header and header.parent_key for header in headers] == keys[:5]
+    store.backend.close()
+
+
+class Failing(MemoryDriver):
+    """Stores nothing while `fails` is True."""
+
+    fails = True
+
+    def write(self, pages: PageWrites) -> None:
+        if self.fails:
+            raise StoreError(ErrorKind.CONNECTION_LOST)
+        super().write(pages)
+
+
+def test_pages_that_failed_take_room_until_the_next_listing(clock: ManualClock) -> None:
+    """They may be stored: only the reply was lost."""
+    driver = Failing()
+    store = limited_memory(5 * PAGE, clock, driver)
+    assert store_chain(store, make_keys(3, "failed")) == [SET_ERROR] * 3
+    driver.fails = False
+    assert store_chain(store, make_keys(3, "next")) == [STORED] * 2 + [REJECTED]
+    sweep(store, clock)
+    assert store_chain(store, make_keys(3, "last")) == [STORED] * 3
+    store.backend.close()
+
+
+class SlowEnd(StoredPages):
+    """Pages whose listing, once it has all of them, waits until `go` is set."""
+
+    def __init__(self, driver: MemoryDriver) -> None:
+        super().__init__(driver, "memory")
+        self.go, self.has_all = threading.Event(), threading.Event()
+        self.go.set()
+
+    def pages(self, namespace: str = "") -> Iterator[StoredPage]:
+        yield from super().pages(namespace)
+        self.has_all.set()
+        self.go.wait(WAIT_S)
+
+
+def test_pages_stored_during_a_listing_count_although_it_does_not_have_them(clock: ManualClock) -> None:
+    driver = MemoryDriver()
+    stored = SlowEnd(driver)
+    store = limited_memory(5 * PAGE, clock, driver, stored)
+    settle(store, clock)
+    stored.go.clear()
+    stored.has_all.clear()
+    limit_of(store).sweep_soon()
+    clock.advance(PAUSE_S)
+    assert stored.has_all.wait(WAIT_S)
+    assert store_chain(store, make_keys(4, "during")) == [STORED] * 4
+    stored.go.set()
+    settle(store, clock)
+    assert store_chain(store, make_keys(4, "after")) == [STORED] + [REJECTED] * 3
+    store.backend.close()
+
+
 def test_the_sweep_removes_the_tail_of_the_least_recently_used_chain(opened: Opened, clock: ManualClock) -> None:
     store, old, used = opened(20), make_keys(10, "old"), make_keys(10, "used")
     store_chain(store, old)
@@ -217,7 +293,8 @@ def test_pages_of_other_namespaces_count_and_are_swept_too(opened: Opened) -> No
     other = opened(10, FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES))
     theirs = make_keys(9, "theirs")
     assert store_chain(other, theirs) == [STORED] * 9
-    store, ours = opened(10), make_keys(4, "ours")
+    store, ours, named = opened(10), make_keys(4, "ours"), list[bytes]()
+    store.backend.watch_evictions(named.extend)
     outcomes = store_chain(store, ours)
     assert outcomes == [STORED] + [REJECTED] * 3
     for _ in range(3):  # each makes room for a page
@@ -225,6 +302,7 @@ def test_pages_of_other_namespaces_count_and_are_swept_too(opened: Opened) -> No
         outcomes = store_chain(store, ours)
     assert outcomes == [PRESENT] * 3 + [STORED]
     assert exists(store, ours) == 4 and exists(other, theirs) < 9
+    assert evicted(store) > 0 and named == [], "a notice is only about the store's own namespace"
     assert opened.pages() <= 10
 
 

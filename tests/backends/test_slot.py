@@ -165,6 +165,10 @@ def test_attempts_are_repeated_with_growing_delays(make: Make, clock: ManualCloc
         clock.advance(slot.advance() - clock() + 1e-6)
         slot.advance()
     assert delays == [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]
+    wait_for(partial(failed, slot, 12))
+    slot.replace(failing(BackendError("down too")))
+    wait_for(partial(failed, slot, 13))
+    wait_for(lambda: slot.advance() == clock() + REOPEN_S_MIN)
 
 
 def test_the_owner_is_notified_when_there_is_something_to_do(make: Make, clock: ManualClock) -> None:
@@ -377,6 +381,18 @@ def test_an_override_holds_for_the_store_and_for_the_next_ones(make: Make) -> No
     assert not second.may_pass(READ)
     slot.override(READ, Override.AUTO)
     assert second.may_pass(READ) and not slot.overrides.modes
+    assert slot.end(WAIT_S) and slot.close()
+
+
+def test_one_store_stays_at_its_breaker_under_an_override_of_all_when_it_is_opened_again(make: Make) -> None:
+    first, second = guarded(), guarded()
+    slot = make(first)
+    slot.override(READ, Override.OFF)
+    slot.override(READ, Override.AUTO, first.name)
+    assert first.may_pass(READ)
+    slot.replace(opener(second))
+    wait_for(lambda: backend_of(slot) is second, slot.advance)
+    assert second.name == first.name and second.may_pass(READ)
     assert slot.end(WAIT_S) and slot.close()
 
 

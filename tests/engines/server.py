@@ -10,7 +10,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from hicache.lab.devservers.ports import LOOPBACK, free_ports
+from hicache.lab.devservers.ports import LOOPBACK
+from tests.listening import held_ports
 from tests.waiting import wait_for
 
 from .process import CALL_TIMEOUT_S, START_TIMEOUT_S, EngineFailed, ProcessTree, engine_environ
@@ -23,17 +24,17 @@ class EngineServer(ProcessTree):
     """
 
     def __init__(self, command: Sequence[str], *, folder: Path, environ: Mapping[str, str] | None = None) -> None:
-        (self.port,) = free_ports(1)
-        super().__init__(
-            [*command, "--host", LOOPBACK, "--port", str(self.port)], folder=folder, environ=engine_environ(environ)
-        )
-        try:
-            wait_for(lambda: self.healthy() or not self.running(), timeout_s=START_TIMEOUT_S, pause_s=0.1)
-            if not self.running():
-                raise EngineFailed(f"the server did not start\n{self.tail()}")
-        except BaseException:
-            self.kill()
-            raise
+        with held_ports() as self.port:
+            super().__init__(
+                [*command, "--host", LOOPBACK, "--port", str(self.port)], folder=folder, environ=engine_environ(environ)
+            )
+            try:
+                wait_for(lambda: self.healthy() or not self.running(), timeout_s=START_TIMEOUT_S, pause_s=0.1)
+                if not self.running():
+                    raise EngineFailed(f"the server did not start\n{self.tail()}")
+            except BaseException:
+                self.kill()
+                raise
 
     def healthy(self) -> bool:
         try:

@@ -18,8 +18,9 @@ import pytest
 from hicache.frame import HEADER_BYTES, FrameCodec, unseal
 from hicache.frame.header import NAMESPACE
 from hicache.keys import page_keys, token_bytes
-from hicache.lab.devservers.ports import LOOPBACK, free_ports
+from hicache.lab.devservers.ports import LOOPBACK
 from tests.daemon.daemons import Daemon
+from tests.listening import held_ports
 from tests.waiting import wait_for
 
 from .process import EngineProcess
@@ -38,8 +39,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def port() -> int:
-    return free_ports(1)[0]
+def port() -> Iterator[int]:
+    """The first of two ports for the metrics of two engines."""
+    with held_ports(2) as port:
+        yield port
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,6 @@ _SCANS_MAX = 1 << 20
 # The lengths of this many pages are read; all pages of one model are equally long.
 _LENGTHS_MAX = 512
 # The Redis key of a page after the prefix: the namespace, a colon and the page key.
-_NAME_BYTES = 64 + 1 + 64
 _NAME = re.compile(rb"([0-9a-f]{64}):([0-9a-f]{64})")
 # A cursor and a count fit into 64 bits.
 _COUNT = re.compile(rb"[0-9]{1,20}")
@@ -107,7 +106,7 @@ def measure(channel: Channel, prefix: bytes, deadline: float) -> Usage:
     for _ in range(_SAMPLE_SCANS_MAX if total else 0):
         cursor, found = scan(channel, cursor, deadline)
         for name in found:
-            if hash(name) not in seen and len(name) == len(prefix) + _NAME_BYTES and name.startswith(prefix):
+            if hash(name) not in seen and name.startswith(prefix) and _NAME.fullmatch(name, len(prefix)):
                 ours.append(name)
             seen.add(hash(name))
         if cursor == b"0" or len(seen) >= SAMPLE_KEYS:

@@ -30,7 +30,7 @@ def read_pages(
     size = reads.codec.frame_bytes
 
     def take(connection: Connection, length: int, until: float) -> bool:
-        outcomes = [_OUTCOMES.get(byte) for byte in connection.read_exactly(len(positions), until)]
+        outcomes = [_OUTCOMES.get(byte) for byte in connection.read_exactly(min(length, len(positions)), until)]
         if None in outcomes or length != len(positions) + outcomes.count(GetOutcome.HIT) * size:
             raise StoreError(ErrorKind.PROTOCOL, "the reply has other pages than requested")
         for position, outcome in zip(positions, outcomes, strict=True):

@@ -105,6 +105,28 @@ def test_a_page_found_below_is_read_and_promoted() -> None:
     assert world.backend.copies()["part-0"].copied == 4
 
 
+def test_a_page_is_not_promoted_to_a_level_that_failed_to_read_it() -> None:
+    """That level may have the page. The page that it misses is the control."""
+    world, keys = World(), make_keys(2)
+    world.put_on(1, keys)
+    world.levels[0].fail_pages = set(keys[:1])
+    assert load(world.store, keys) == [HIT] * 2
+    world.settle()
+    assert world.levels[0].called("set") == [(keys[1],)]
+
+
+def test_a_damaged_page_that_a_failed_level_may_have_is_an_error() -> None:
+    """The control: once the failed level answers, the page is corrupt. It is removed then."""
+    world, keys = World(), make_keys(2)
+    world.put_on(0, keys)
+    for key in keys:
+        world.levels[0].poke(CODEC.namespace, key, bytes(PAGE))
+    world.levels[1].down = True
+    assert load(world.store, keys[:1]) == [GetOutcome.ERROR]
+    world.levels[1].down = False
+    assert load(world.store, keys) == [MISS, GetOutcome.CORRUPT]
+
+
 def test_a_promoted_page_keeps_its_parent_so_that_tails_leave_first() -> None:
     world, keys = World(first_pages=5), make_keys(5)
     world.put_on(1, keys)
@@ -150,6 +172,13 @@ def test_a_lookup_of_a_scattered_prefix_takes_a_limited_number_of_calls() -> Non
     world.put_on(1, keys[1::2])
     assert world.backend.batch_exists(keys, deadline=soon()) == LOOKUPS_MAX
     assert sum(len(level.called("find")) for level in world.levels) == LOOKUPS_MAX
+
+
+def test_a_lookup_asks_each_level_once_if_one_has_the_whole_prefix() -> None:
+    world, keys = World(), make_keys(6)
+    world.put_on(0, keys[:4])
+    assert world.backend.batch_exists(keys, deadline=soon()) == 4
+    assert [level.called("find") for level in world.levels] == [[tuple(keys)], [tuple(keys[4:])]]
 
 
 def test_a_page_that_the_first_level_rejects_is_stored_on_the_next() -> None:

@@ -15,7 +15,7 @@ from hicache.backends.compose import Levels, Part
 from hicache.backends.errors import ErrorKind, StoreError
 from hicache.backends.guard import Override, Verb
 from hicache.backends.guard.breaker import BreakerState
-from hicache.backends.guard.calls import Refusal
+from hicache.backends.guard.calls import CallResult, Refusal
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.pages import PageReads, PageWrites
 from hicache.backends.storage import Storage, store_statistics
@@ -102,6 +102,50 @@ def test_failed_writes_in_a_row_stop_writes_and_not_reads(store: Troubled) -> No
     assert not guard.may_pass(WRITE) and guard.may_pass(READ)
     assert refused(guard, WRITE, Refusal.OPEN) == 2
     assert get(guard, make_keys(2, "others")) == [MISS] * 2
+
+
+def test_a_call_is_a_failure_if_half_of_its_pages_failed(store: Troubled) -> None:
+    """The control: a third is not enough."""
+    guard, keys = guard_of(store), make_keys(6)
+    store.fail_pages = set(keys[:2])
+    put(guard, keys)
+    assert guard.guard_statistics().failures == {}
+    store.fail_pages = set(keys[:3])
+    put(guard, keys)
+    assert guard.guard_statistics().failures == {(WRITE, CallResult.ERROR): 1}
+
+
+class Late(MemoryDriver):
+    """Fails at the deadline of each call."""
+
+    def __init__(self, clock: PassingClock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def write(self, pages: PageWrites) -> None:
+        self._clock.advance(pages.deadline - self._clock())
+        raise StoreError(ErrorKind.TIMEOUT)
+
+
+def test_a_call_that_had_too_little_time_is_not_a_failure() -> None:
+    """The control: with more time it is one."""
+    clock, keys = PassingClock(), make_keys(2)
+    guard = guard_of(Late(clock), clock=clock)
+    for seconds, failures in ((0.05, 0), (0.2, 1)):
+        frames = full_frames(CODEC, keys)
+        assert guard.batch_set(keys, frames, parent=None, deadline=clock() + seconds) == [SET_ERROR] * 2
+        assert sum(guard.guard_statistics().failures.values()) == failures
+
+
+def test_a_store_that_is_not_read_is_not_measured(store: Troubled) -> None:
+    guard = guard_of(store)
+    put(guard, make_keys(2))
+    assert guard.usage().pages == 2
+    guard.override(READ, Override.OFF)
+    put(guard, make_keys(3, "more"))
+    assert guard.usage().pages == 2
+    guard.override(READ, Override.AUTO)
+    assert guard.usage().pages == 5
 
 
 @pytest.mark.parametrize("verb", ["batch_exists", "batch_has"])

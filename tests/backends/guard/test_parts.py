@@ -88,6 +88,15 @@ def test_after_an_undamaged_head_the_rest_is_read_unless_after_an_alarm() -> Non
     assert watch.pages_at_once([MISS]) == 1
 
 
+def test_calls_that_began_before_an_alarm_stop_and_raise_no_second_one() -> None:
+    """A second alarm would lengthen the pause although nothing was read since the first."""
+    admission = AdmissionControl(GuardConfig(damage_pages=2), ManualClock(), lambda at_s: None)
+    with admission.enter(Verb.GET, 2, 0, math.inf) as first, admission.enter(Verb.GET, 2, 0, math.inf) as second:
+        assert not admission.saw_pages(first, [CORRUPT] * 2)
+        assert not admission.saw_pages(second, [CORRUPT] * 2)
+    assert admission.statistics().breakers[Direction.READ].opens == 1
+
+
 @pytest.mark.parametrize(("verb", "first_s"), [(Verb.GET, 0.25), (Verb.SET, 0.5)])
 def test_the_first_probe_is_short_and_later_ones_have_the_configured_time(
     verb: Verb, first_s: float

@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import redis
 
-from hicache.backends.base import StoredPage
+from hicache.backends.base import StoredPage, Usage
+from hicache.backends.pages import PageWrites
 from hicache.backends.redis import RedisDriver
+from hicache.backends.redis.batches import Writes
 from hicache.backends.registry import BackendSpec, open_stored
 from hicache.backends.store import Store
 from hicache.backends.testing import (
@@ -179,6 +181,21 @@ def test_another_prefix_or_database_of_a_server_is_another_store(
 
 
 @pytest.mark.parametrize("ttl_s", [None, 900.0])
+def test_a_page_that_another_engine_stored_after_the_lookup_is_not_replaced(
+    valkey: ValkeyServer, ttl_s: float | None
+) -> None:
+    """The transfer alone, without the lookup before it, is what a late engine does. The missing page is the control."""
+    keys = make_keys(2)
+    with opened(valkey, ttl=ttl_s) as (backend, store):
+        store.write(keys[0], b"the page of the other engine")
+        pages = PageWrites(CODEC, keys, full_frames(CODEC, keys), None, soon())
+        Writes(driver_of(backend, RedisDriver)._context, pages).move(range(2))
+        assert pages.finish() == [PRESENT, STORED]
+        assert store.read(keys[0]) == b"the page of the other engine"
+        assert load(store, keys[1:]) == [HIT]
+
+
+@pytest.mark.parametrize("ttl_s", [None, 900.0])
 def test_reads_and_repeated_stores_are_uses_and_lookups_are_not(valkey: ValkeyServer, ttl_s: float | None) -> None:
     """A use renews the recency of a page, and its time to live."""
     keys = make_keys(3)
@@ -237,6 +254,19 @@ def test_usage_has_the_capacity_of_the_server(valkey: ValkeyServer) -> None:
         assert backend.usage().capacity_bytes is None
     with ValkeyServer(maxmemory_bytes=64 << 20) as limited, opened(limited) as (backend, _):
         assert backend.usage().capacity_bytes == 64 << 20
+
+
+def test_usage_counts_only_the_keys_of_pages(valkey: ValkeyServer) -> None:
+    """Keys of other users of the server, each with one property that the keys of pages do not have."""
+    keys = make_keys(3)
+    with opened(valkey, key_prefix="ours:") as (backend, store), valkey.client() as client:
+        store_chain(store, keys[:2])
+        name = name_of(backend, keys[2])
+        for foreign in (name.replace("ours", "away"), name[:-1], name + "0", name.upper().replace("OURS", "ours")):
+            client.set(foreign, b"of another user")
+        assert backend.usage() == Usage(2, 2 * PAGE, None)
+        client.set(name, b"a page")
+        assert backend.usage() == Usage(3, 2 * PAGE + 6, None)
 
 
 def test_usage_of_a_large_server_is_estimated(valkey: ValkeyServer) -> None:

@@ -185,6 +185,22 @@ def test_a_damaged_page_that_was_replaced_stays(store: Subject, stub: StubS3) ->
     assert errors(store) == {}
 
 
+@pytest.mark.parametrize(("answer", "expected"), [
+    (error(404, "NoSuchKey"), {}), (reply(404), {}), (error(409, "ConditionalRequestConflict"), {}),
+    (error(412, "PreconditionFailed"), {}), (error(404, "NoSuchBucket"), {"no_bucket": 1}),
+    (error(403, "AccessDenied"), {"access_denied": 1}),
+])  # fmt: skip
+def test_a_damaged_page_that_another_engine_removed_or_replaced_is_not_an_error(
+    store: Subject, stub: StubS3, answer: Answer, expected: dict[str, int]
+) -> None:
+    """The last two answers are the control."""
+    key, _ = _page(store, stub)
+    store.write(key, b"x" * PAGE)
+    stub.fault = lambda request: answer if request.method == "DELETE" else None
+    assert load(store, [key]) == [CORRUPT]
+    assert errors(store) == expected
+
+
 def test_a_damaged_page_is_removed_without_conditional_requests(store: Subject, stub: StubS3) -> None:
     """Also the control of the test above: the condition saves the page."""
     key, _ = _page(store, stub)

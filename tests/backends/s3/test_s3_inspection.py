@@ -7,19 +7,22 @@ from collections.abc import Callable
 
 import pytest
 
-from hicache.backends.base import StoredPage
+from hicache.backends.base import StoredPage, Usage
 from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.objects import object_name, parse_name
 from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     NAMESPACE,
+    OTHER_NAMESPACE,
     InspectionContract,
     OpenStore,
     OpenStored,
+    Subject,
     make_keys,
+    store_chain,
 )
 from hicache.errors import BackendUnavailable
-from tests.backends.s3.bucket import Bucket, open_s3, options
+from tests.backends.s3.bucket import PAGE, Bucket, open_s3, options
 from tests.backends.s3.stub import StubS3, error, reply
 
 KEYS = make_keys(5)
@@ -55,6 +58,18 @@ def test_a_listing_of_several_parts_is_read_to_its_end(raw: StoredPages, stub: S
     assert raw.remove(pages) == 2500
     assert stub.methods() == ["POST"] * 3
     assert stub.objects == {}
+
+
+def test_usage_counts_only_the_pages_of_the_engines_namespace(store: Subject, stub: StubS3) -> None:
+    """Other objects, each with one property that the engine's pages do not have."""
+    store_chain(store, KEYS[:2])
+    mine = object_name("test/", NAMESPACE, KEYS[2])
+    other = object_name("test/", OTHER_NAMESPACE, KEYS[2])
+    for foreign in (other, f"away/{mine}", mine.replace("test/", "away/"), f"{mine}0", mine.upper()):
+        stub.objects[foreign] = b"of another user"
+    assert store.backend.usage() == Usage(2, 2 * PAGE, None)
+    stub.objects[mine] = b"a page"
+    assert store.backend.usage() == Usage(3, 2 * PAGE + 6, None)
 
 
 def test_a_listing_with_few_fields_is_accepted(raw: StoredPages, stub: StubS3) -> None:
