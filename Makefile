@@ -3,6 +3,7 @@
 #   make demo    a small model served with and without the cache
 #   make test    check, then all tests, on JOBS (default 2) cores
 #   make test-engines  the tests with real engines, vLLM and SGLang, in .venv-engines beside .venv
+#   make test-models   a small model of each supported kind on vLLM, in .venv-engines
 #   make quick   after each change: ruff, and the tests without servers and without long ones, in under 90 s on two cores
 #   make check   ruff, mypy and the import layers
 #   make soak    all tests, the random ones for longer: SOAK_FACTOR (default 20) times as many examples and seeds
@@ -38,7 +39,7 @@ JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
 
-.PHONY: demo test test-engines quick check soak hostile faults bench bench-engines gpu docs wheel clean
+.PHONY: demo test test-engines test-models quick check soak hostile faults bench bench-engines gpu docs wheel clean
 
 demo: $(VENV)/.demo-stamp
 	$(BIN)/hicache demo $(DEMO_ARGS)
@@ -46,9 +47,13 @@ demo: $(VENV)/.demo-stamp
 test: check
 	$(PYTEST) --durations=30 $(PYTEST_ARGS)
 
-# A file of tests has its engines one after another.
+# A file of tests has its engines one after another. A few kinds of models are enough here.
 test-engines: $(ENGINES)/.stamp
-	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist loadfile --durations=30 tests/engines $(PYTEST_ARGS)
+	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist loadfile --durations=30 -m "not all_models" \
+	  tests/engines tests/models $(PYTEST_ARGS)
+
+test-models: $(ENGINES)/.stamp
+	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist load --durations=30 tests/models $(PYTEST_ARGS)
 
 quick: $(VENV)/.test-stamp
 	$(BIN)/ruff check .

@@ -265,7 +265,7 @@ def test_the_search_for_make_commands_finds_them() -> None:
 
 
 def test_make_knows_its_targets_and_ci_calls_them() -> None:
-    for target in ("demo", "test", "test-engines", "quick", "check", "bench", "soak", "clean"):
+    for target in ("demo", "test", "test-engines", "test-models", "quick", "check", "bench", "soak", "clean"):
         subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True, timeout=60)
     assert (ROOT / ".ci/run").stat().st_mode & 0o100
     assert {"test", "test-engines"} <= set(re.findall("^check ([a-z-]+)", (ROOT / ".ci/run").read_text(), re.MULTILINE))

@@ -85,7 +85,7 @@ class ProcessTree:
     def end(self, request_end: Callable[[], object]) -> None:
         """Call `request_end`, wait for the end of the first process up to a deadline, and kill the other processes."""
         for pid in self.pids():  # an engine may kill its workers before they remove their shared memory
-            self._shared |= _shared_memory(pid)
+            self._shared |= shared_memory_of(pid)
         request_end()
         try:
             self._process.wait(_END_TIMEOUT_S)
@@ -101,7 +101,7 @@ class ProcessTree:
         patience = time.monotonic() + _TRACKER_TIMEOUT_S
         while pids := self.pids():  # a process may start another one before the signal arrives
             for pid in pids:
-                self._shared |= _shared_memory(pid)
+                self._shared |= shared_memory_of(pid)
                 if not _is_tracker(pid) or time.monotonic() > patience:
                     _send(pid, signal.SIGKILL)
             self._process.poll()
@@ -225,7 +225,7 @@ def _is_tracker(pid: int) -> bool:
         return False
 
 
-def _shared_memory(pid: int) -> set[Path]:
+def shared_memory_of(pid: int) -> set[Path]:
     """Return the files of /dev/shm that a process has mapped, by inode: a semaphore is mapped under another name."""
     try:
         maps = Path(f"/proc/{pid}/maps").read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import warnings
 from contextlib import ExitStack
 from pathlib import Path
@@ -183,6 +184,16 @@ def test_events_of_a_data_parallel_rank_name_it() -> None:
 def test_an_unsupported_configuration_is_rejected_at_the_start(what: str) -> None:
     with pytest.raises(ConfigError, match=what):
         open_engine(*REFUSED[what])
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_the_page_of_engines_quotes_the_message(repository: Path, what: str) -> None:
+    page = (repository / "docs" / "engines.md").read_text()
+    section = page.partition("### Not supported\n")[2].partition("\n#")[0]
+    quoted = re.findall(r"^\|.*\| `(.*?)`", section, flags=re.MULTILINE)
+    with pytest.raises(ConfigError) as refused:
+        open_engine(*REFUSED[what])
+    assert any(message in str(refused.value) for message in quoted)
 
 
 def test_memory_that_is_not_pinned_is_rejected_only_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:

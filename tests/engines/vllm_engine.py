@@ -65,6 +65,7 @@ def hicache_connector(config: Path, **extra: object) -> dict[str, object]:
 
 def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     from vllm import LLM, SamplingParams, TokensPrompt  # noqa: PLC0415
+    from vllm.lora.request import LoRARequest  # noqa: PLC0415
 
     llm = LLM(**options)
     engine = llm.llm_engine
@@ -73,8 +74,9 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     numbers = itertools.count(1)
     outputs: dict[str, dict[str, object]] = {}
 
-    def add(prompts: list[list[int]], tokens: int = 8, salt: str | None = None) -> list[str]:
-        """Add requests without running them. Return their names."""
+    def add(prompts: list[list[int]], tokens: int = 8, salt: str | None = None, lora: str | None = None) -> list[str]:
+        """Add requests without running them, with the adapter in the folder `lora`. Return their names."""
+        adapter = None if lora is None else LoRARequest("an adapter", 1, lora)
         names = []
         for prompt in prompts:
             names.append(f"test-{next(numbers)}")
@@ -82,7 +84,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
             if salt is not None:
                 asked["cache_salt"] = salt
             sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-            engine.add_request(names[-1], asked, sampling)
+            engine.add_request(names[-1], asked, sampling, lora_request=adapter)
         return names
 
     def run(names: list[str], steps_max: int | None = None) -> list[dict[str, object] | None]:
@@ -102,9 +104,9 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
                 engine.step()
         return [outputs.pop(name, None) for name in names]
 
-    def generate(prompts: list[list[int]], tokens: int = 8, salt: str | None = None) -> list[dict[str, object] | None]:
-        """Add all prompts and run them together."""
-        return run(add(prompts, tokens, salt))
+    def generate(prompts: list[list[int]], **how: Any) -> list[dict[str, object] | None]:
+        """Add all prompts, with the options of `add`, and run them together."""
+        return run(add(prompts, **how))
 
     def abort(names: list[str]) -> None:
         engine.abort_request(names)
@@ -128,7 +130,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
 
     return {
         "add": add, "run": run, "generate": generate, "abort": abort, "reset": reset, "metrics": metrics,
-        "workers": workers,
+        "workers": workers, "close": engine.engine_core.shutdown,
     }  # fmt: skip
 
 
