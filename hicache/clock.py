@@ -53,6 +53,10 @@ class Clock:
 SYSTEM_CLOCK: Final = Clock()
 
 
+# A deadline and the time that reaches it are sums of different parts, so one of them can be a rounding error larger.
+_ROUNDING_S = 1e-8
+
+
 class ManualClock(Clock):
     """A clock that moves only in `advance`, which ends the waits whose time has come. For tests and simulations.
 
@@ -76,9 +80,10 @@ class ManualClock(Clock):
         return self._started_wall_s + self._passed_s
 
     def advance(self, seconds: float) -> None:
-        """Move the time forward. REQUIRES: the caller holds no condition with which another thread waits here."""
+        """Move the time forward, by 10 ns more than `seconds`. REQUIRES: the caller holds no condition with
+        which another thread waits here."""
         with self._lock:
-            self._passed_s += seconds
+            self._passed_s += seconds + _ROUNDING_S
             waiting = list(self._waiting)
         for condition in waiting:
             with condition:

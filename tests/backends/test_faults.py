@@ -118,7 +118,7 @@ def test_a_delay_longer_than_the_deadline_is_an_error_by_the_deadline() -> None:
     _, store = faulty(InjectConfig(latency=1000.0), clock=clock)
     deadline = clock() + 1.0
     assert get(store, deadline=deadline) == [GetOutcome.ERROR] * 20
-    assert clock() == deadline
+    assert deadline <= clock() < deadline + 1e-6
 
 
 def test_bandwidth_limits_the_pages_moved_in_time() -> None:
