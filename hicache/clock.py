@@ -62,9 +62,9 @@ class ManualClock(Clock):
 
     It starts at the system's time, so that a driver that compares a deadline with the system's clock is not late.
 
-    Locking design: `_lock` guards `_passed_s` and `_waiting`, and is held for a few instructions. A waiter takes it
-    with its own condition held, and `advance` notifies with `_lock` released, so the order is condition, `_lock`. A
-    waiter holds its condition from its registration until it waits, so no notification is lost.
+    Locking design: `_lock` guards all mutable state, and is held for a few instructions. A waiter takes it with its own
+    condition held, and `advance` notifies with `_lock` released, so the order is condition, `_lock`. A waiter holds its
+    condition from its registration until it waits, so no notification is lost.
     """
 
     def __init__(self) -> None:
@@ -72,6 +72,7 @@ class ManualClock(Clock):
         self._passed_s = 0.0
         self._lock = threading.Lock()
         self._waiting: list[threading.Condition] = []
+        self._wake_times: list[float] = []
 
     def __call__(self) -> float:
         return self._started_s + self._passed_s
@@ -109,6 +110,18 @@ class ManualClock(Clock):
         return event.is_set()
 
     def sleep(self, seconds: float) -> None:
-        woken = threading.Condition()
-        with woken:
-            self.wait_for(woken, lambda: False, self() + seconds)
+        woken, wake_time = threading.Condition(), self() + seconds
+        with self._lock:
+            self._wake_times.append(wake_time)
+        try:
+            with woken:
+                self.wait_for(woken, lambda: False, wake_time)
+        finally:
+            with self._lock:
+                self._wake_times.remove(wake_time)
+
+    @property
+    def sleepers(self) -> int:
+        """The number of threads in `sleep` whose time has not come."""
+        with self._lock:
+            return sum(wake_time > self() for wake_time in self._wake_times)

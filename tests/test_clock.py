@@ -64,6 +64,18 @@ def test_advancing_ends_a_wait_whose_time_has_come_and_no_other() -> None:
     assert ended == [(1.0, False), (HOUR_S, False)]
 
 
+def test_a_sleeper_counts_until_its_time_has_come() -> None:
+    clock = ManualClock()
+    with ThreadPoolExecutor(1) as threads:
+        sleeping = threads.submit(clock.sleep, HOUR_S)
+        wait_for(lambda: clock.sleepers == 1)
+        clock.advance(HOUR_S / 2)
+        assert clock.sleepers == 1 and not sleeping.done()
+        clock.advance(HOUR_S / 2)
+        assert clock.sleepers == 0, "also before the thread runs again"
+        sleeping.result()
+
+
 def test_a_notification_ends_a_wait_before_its_time() -> None:
     clock, condition, arrived = ManualClock(), threading.Condition(), threading.Event()
     with ThreadPoolExecutor(1) as threads:

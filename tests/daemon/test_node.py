@@ -8,6 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import pytest
 
@@ -32,6 +33,7 @@ from hicache.config import HiCacheConfig
 from hicache.daemon.namespace import Namespace
 from hicache.daemon.node import NamespaceRequest, Node
 from hicache.daemon.refusal import Refused
+from hicache.daemon.shared_slot import SharedSlot
 from hicache.daemon.statistics import NamespaceStatistics
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
@@ -87,11 +89,18 @@ def opened(node: Node, digest: bytes = DIGEST) -> Namespace:
 
 
 def opened_late(node: Node, opener: Opener) -> Namespace:
-    """Open the namespace whose store hangs."""
-    with ThreadPoolExecutor(1) as pool:
+    """Open the namespace whose store hangs. Moves the clock by half of the caller's time, once the wait began."""
+    waits, wait = threading.Event(), SharedSlot.wait
+
+    def announced(slot: SharedSlot, deadline: float) -> None:
+        waits.set()
+        wait(slot, deadline)
+
+    with mock.patch.object(SharedSlot, "wait", announced), ThreadPoolExecutor(1) as pool:
         opening = pool.submit(opened, node)
-        wait_for(opening.done, lambda: opener.clock.advance(WAIT_S / 2))
-        return opening.result()
+        assert waits.wait(WAIT_S)
+        opener.clock.advance(WAIT_S / 2)
+        return opening.result(WAIT_S)
 
 
 def as_store(namespace: Namespace) -> Subject:

@@ -26,6 +26,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from hicache.lab.devservers.launcher import launch
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 # A start takes about 10 s on two idle cores.
 START_TIMEOUT_S = 150.0
@@ -56,22 +58,14 @@ def engine_environ(extra: Mapping[str, str] | None = None) -> dict[str, str]:
 
 
 class ProcessTree:
-    """A command in its own session, with its output in `log`. `kill` ends all processes of the session."""
+    """A command in its own session, with its output in `log`, which ends with the test process. `kill` ends all
+    processes of the session."""
 
     def __init__(self, command: list[str], *, folder: Path, environ: Mapping[str, str], fds: tuple[int, ...] = ()):
         self.log = folder / f"engine-{next(_NUMBERS)}.log"
         self._temporary = tempfile.TemporaryDirectory(prefix="hc-")  # for the sockets and files of engines
-        with self.log.open("wb") as out:
-            self._process = subprocess.Popen(
-                command,
-                cwd=ROOT,
-                env={**environ, "TMPDIR": self._temporary.name},
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=out,
-                pass_fds=fds,
-                start_new_session=True,
-            )
+        environ = {**environ, "TMPDIR": self._temporary.name}
+        self._process = launch(command, environ=environ, directory=ROOT, log=self.log, fds=fds)
         self.pid = self._process.pid
         self._shared: set[Path] = set()
 

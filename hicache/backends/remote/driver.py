@@ -274,8 +274,8 @@ class RemoteDriver:
 
         answer = self._again(request, deadline, reattach)
         outcomes, errors = list_of(answer, "outcomes", len(keys)), kinds_of(answer, 4 * len(keys))
-        known = GetOutcome if verb == "get" else SetOutcome
-        if not all(word in set(known) for word in outcomes):
+        known = tuple(GetOutcome if verb == "get" else SetOutcome)
+        if not all(word in known for word in outcomes):  # a word may be unhashable
             raise StoreError(ErrorKind.PROTOCOL, "the answer has an outcome that does not exist")
         return outcomes, errors
 

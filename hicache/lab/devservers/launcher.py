@@ -40,9 +40,10 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def launch(
-    command: Sequence[str], *, environ: Mapping[str, str], directory: Path, log: Path
+    command: Sequence[str], *, environ: Mapping[str, str], directory: Path, log: Path, fds: Sequence[int] = ()
 ) -> subprocess.Popen[bytes]:
-    """Start `command` (its first word is an absolute path) in its own session, with output appended to `log`.
+    """Start `command` (its first word is an absolute path) in its own session, with output appended to `log`. It
+    inherits the descriptors in `fds`.
 
     It is killed when this process ends, also by SIGKILL. Blocks until it has started. Any thread. Raises OSError.
     """
@@ -56,6 +57,7 @@ def launch(
             stdin=subprocess.DEVNULL,
             stdout=descriptor,
             stderr=descriptor,
+            pass_fds=fds,
             start_new_session=True,  # Ctrl-C on a terminal reaches only this process; the whole group can be killed
         ).result()
     finally:

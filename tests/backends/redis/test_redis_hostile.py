@@ -73,7 +73,7 @@ def hostile(lie: Callable[[list[bytes]], bytes | None], mode: str = "single") ->
             "cluster": {"cluster": [address]},
             "sentinel": {"sentinels": [address], "service": "cache"},
         }
-        yield server, {**places[mode], "password_env": PASSWORD_ENV}
+        yield server, {**places[mode], "password_env": PASSWORD_ENV, "timeout": 5.0}
 
 
 @contextlib.contextmanager

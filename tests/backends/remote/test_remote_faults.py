@@ -242,6 +242,24 @@ def test_a_page_that_the_daemon_damaged_after_its_check_is_corrupt_and_removed(
     assert load(daemon.door(backend), keys) == [HIT, MISS]
 
 
+@pytest.mark.parametrize("wrong", ["stored", "", None, 1, ["hit"], {"hit": 1}], ids=repr)
+def test_an_outcome_that_does_not_exist_is_an_error_of_the_protocol(
+    daemon: Daemon, frames: Frames, open_it: OpenIt, monkeypatch: pytest.MonkeyPatch, wrong: object
+) -> None:
+    backend, keys = open_it(daemon), make_keys(2, f"outcome {wrong}")
+    assert store_chain(daemon.door(backend), keys) == [STORED] * 2
+    client = driver_of(backend, RemoteDriver)._client
+    call = client.call
+
+    def answer(method: str, path: str, *body: Any, **options: Any) -> Mapping[str, Any]:
+        found = call(method, path, *body, **options)
+        return {**found, "outcomes": ["hit", wrong]} if path.endswith("/get") else found
+
+    monkeypatch.setattr(client, "call", answer)
+    assert backend.batch_get(keys, poison(frames, 2), deadline=soon()) == [GET_ERROR] * 2
+    assert dict(backend.statistics().errors) == {"protocol": 2}
+
+
 def test_a_child_of_a_fork_uses_no_connection_of_its_parent(daemon: Daemon, frames: Frames, open_it: OpenIt) -> None:
     backend, keys = open_it(daemon), make_keys(2, "fork")
     store_chain(daemon.door(backend), keys)
