@@ -1,12 +1,15 @@
 """Time to first token of vLLM: computed, and hits in its own prefix cache, in host memory and in files.
 
-    .venv-engines/bin/python -m benchmarks.engines.ttft [--path DIRECTORY] [--ways NAME ...] [--model windows]
+    .venv-engines/bin/python -m benchmarks.engines.ttft [--path DIRECTORY] [--ways NAME ...] [--models NAME ...]
 
 Each way is a separate vLLM, one after another: HiCacheConnector, vLLM's OffloadingConnector over its own file tier and
 over HiCacheTier. (LMCache's connector does not support CPUs.) Hits in files are those of a second process over the same
-directory. The model has random weights and 2 MiB of KV in 64 tokens. With `windows`, three of four layers keep 512
-tokens, so HiCacheConnector runs vLLM's offloading. An answer reports the number of its cached tokens; an answer counts
-as a hit only if all its whole pages were cached.
+directory. An answer reports the number of its cached tokens; an answer counts as a hit only if all its whole blocks
+were cached. The last rows compare the hits of the ways, and what they store.
+
+The models have random weights and 8 layers. In `llama` all have full attention; in `gemma-3` two, and the others keep
+512 tokens; in `gpt-oss` four, and the others keep 128; in `qwen3-next` two, and the others have a state. For all but
+the first, HiCacheConnector is vLLM's offloading over HiCacheTier, so there is no third way.
 """
 
 from __future__ import annotations
@@ -17,13 +20,14 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from benchmarks._table import Row, print_table
 from benchmarks.engines._sides import MALLOC
-from benchmarks.engines._vllm import BLOCK_TOKENS, save_model
+from benchmarks.engines._vllm import KINDS, LAYER_TOKEN_BYTES, save_model
 from tests.engines.process import EngineFailed, EngineProcess
 from tests.engines.vllm_engine import vllm_environ
 
@@ -31,6 +35,8 @@ Answers: TypeAlias = "dict[str, list[tuple[float, float, int]]]"
 
 _HOST_BYTES = 1 << 30
 _CALL_S = 120.0
+# Hits in host memory cost at most so much more than those of vLLM's own offloading.
+_HOST_GOAL = 1.1
 # Storage counts as complete once its files have not changed for this long.
 _QUIET_S, _QUIET_S_MAX = 1.0, 60.0
 _COMPUTED, _OWN, _HOST, _FILES = "computed", "vLLM's own prefix cache", "host memory", "files"
@@ -71,10 +77,11 @@ def _hicache_tier(folder: Path) -> dict[str, Any]:
     return _offloading({"type": "HiCacheTier", "module_path": module, "config": _config(folder)})
 
 
+_REFERENCE, _TIER = "OffloadingConnector, its files", "OffloadingConnector, HiCacheTier"
 WAYS: dict[str, Callable[[Path], dict[str, Any]]] = {
     "HiCacheConnector": _hicache,
-    "OffloadingConnector, its files": _own_files,
-    "OffloadingConnector, HiCacheTier": _hicache_tier,
+    _REFERENCE: _own_files,
+    _TIER: _hicache_tier,
 }
 
 
@@ -98,15 +105,29 @@ def _wait_until_stored(store: Path) -> None:
         time.sleep(0.1)
 
 
-def measure(model: Path, folder: Path, way: str, tokens: int, prompts: int) -> Answers:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The answers of an engine in each state of the caches, the cached tokens of a whole hit, and how many bytes of
+    files a token added."""
+
+    answers: Answers
+    hit_tokens: int
+    stored_bytes: float
+
+
+def measure(model: Path, folder: Path, way: str, tokens: int, prompts: int) -> Measured:
     """Request each prompt in each state of the caches; starts the engine twice. Raises EngineFailed."""
     store = folder / "store"
     answers: Answers = {what: [] for what in (_COMPUTED, _OWN, _HOST, _FILES)}
     with _open(model, folder, way, tokens) as engine:
+        block = engine.call("block_tokens")
+        _wait_until_stored(store)
+        before = _bytes_in(store)
         for prompt in range(prompts):
             answers[_COMPUTED].append(engine.call("ask", prompt=prompt, timeout_s=_CALL_S))
             _wait_until_stored(store)
             answers[_OWN].append(engine.call("ask", prompt=prompt, timeout_s=_CALL_S))
+        stored = _bytes_in(store) - before
         engine.call("forget")
         for prompt in range(prompts):
             answers[_HOST].append(engine.call("ask", prompt=prompt, timeout_s=_CALL_S))
@@ -114,17 +135,22 @@ def measure(model: Path, folder: Path, way: str, tokens: int, prompts: int) -> A
         _wait_until_stored(store)
         for prompt in range(prompts):
             answers[_FILES].append(engine.call("ask", prompt=prompt, timeout_s=_CALL_S))
-    return answers
+    return Measured(answers, tokens // block * block, stored / (prompts * tokens))
 
 
-def rows_of(way: str, answers: Answers, tokens: int) -> list[Row]:
+def _bytes_in(store: Path) -> int:
+    return sum(path.stat().st_size for path in store.rglob("*") if path.is_file())
+
+
+def rows_of(way: str, measured: Measured) -> list[Row]:
     """Return one row per state: milliseconds, best (median), beside computing; below 1 the state is faster."""
-    rows, whole = [], tokens // BLOCK_TOKENS * BLOCK_TOKENS
-    computed = [seconds for seconds, _, _ in answers[_COMPUTED]]
-    for what, found in answers.items():
-        hits = [one for one in found if one[2] >= whole] if what != _COMPUTED else found
+    rows = []
+    computed = [seconds for seconds, _, _ in measured.answers[_COMPUTED]]
+    for what, found in measured.answers.items():
+        hits = _hits(measured, what)
         if not hits:
-            rows.append(Row(f"{way}: {what}", f"{max(one[2] for one in found)} of {whole} tokens were hits"))
+            most = max(one[2] for one in found)
+            rows.append(Row(f"{way}: {what}", f"{most} of {measured.hit_tokens} tokens were hits"))
             continue
         seconds = [one[0] for one in hits]
         cpu_ms = statistics.median(one[1] for one in hits) * 1e3
@@ -136,39 +162,66 @@ def rows_of(way: str, answers: Answers, tokens: int) -> list[Row]:
     return rows
 
 
+def _hits(measured: Measured, what: str) -> list[tuple[float, float, int]]:
+    found = measured.answers[what]
+    return found if what == _COMPUTED else [one for one in found if one[2] >= measured.hit_tokens]
+
+
+def compared(ways: Mapping[str, Measured], kind: str) -> list[Row]:
+    """Return the medians of each way beside vLLM's own offloading, and the bytes of files per token beside the KV of a
+    token in all layers of attention."""
+    rows, kv_bytes = [], KINDS[kind].layers * LAYER_TOKEN_BYTES
+    for way, measured in ways.items():
+        for what in (_HOST, _FILES) if way != _REFERENCE and _REFERENCE in ways else ():
+            both = [[one[0] for one in _hits(side, what)] for side in (measured, ways[_REFERENCE])]
+            if all(both):
+                ours, theirs = map(statistics.median, both)
+                goal = _HOST_GOAL if what == _HOST else None
+                rows.append(Row(f"{way}, to vLLM's own: {what}", *map(_ms, both), ours / theirs, goal))
+        ratio = measured.stored_bytes / kv_bytes
+        rows.append(Row(f"{way}: in files, to the KV of a token", _kib(measured.stored_bytes), _kib(kv_bytes), ratio))
+    return rows
+
+
+def _kib(count: float) -> str:
+    return f"{count / 1024:.1f} KiB"
+
+
 def _ms(seconds: Sequence[float]) -> str:
     return f"{min(seconds) * 1e3:.0f} ms ({statistics.median(seconds) * 1e3:.0f})"
 
 
 def run(
-    path: str | None, ways: Sequence[str], *, kind: str = "llama", tokens: int = 2049, prompts: int = 5
+    path: str | None, ways: Sequence[str], *, kind: str, tokens: int = 2049, prompts: int = 5
 ) -> list[Row]:
     """Measure in a temporary directory below `path` (default: the current directory)."""
     rows: list[Row] = []
+    found: dict[str, Measured] = {}
     with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=path or os.getcwd()) as name:
         model = Path(name, kind)
         save_model(model, kind)
-        for number, way in enumerate(ways):
+        for number, way in enumerate(way for way in ways if way != _TIER or KINDS[kind].groups == 1):
             folder = Path(name, str(number))
             (folder / "store").mkdir(parents=True, mode=0o700)
             try:
-                rows += rows_of(way, measure(model, folder, way, tokens, prompts), tokens)
+                found[way] = measure(model, folder, way, tokens, prompts)
+                rows += rows_of(way, found[way])
             except EngineFailed as error:
                 rows.append(Row(f"{way}: did not run", str(error).strip().splitlines()[-1][:100]))
                 print(error)
-    return rows
+    return rows + compared(found, kind)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Time to first token of vLLM on hits")
     parser.add_argument("--path", help="directory to write in (default: a temporary one below the current directory)")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
-    parser.add_argument("--model", choices=["llama", "windows"], default="llama")
+    parser.add_argument("--models", nargs="+", choices=list(KINDS), default=["llama"])
     parser.add_argument("--prompts", type=int, default=5)
     options = parser.parse_args()
-    rows = run(options.path, options.ways, kind=options.model, prompts=options.prompts)
-    size = "64 MiB of KV" if options.model == "llama" else "up to 64 MiB of KV, windows of 512 tokens"
-    print_table(f"Time to first token of a prompt of 2,049 tokens ({size}) in vLLM", rows)
+    for kind in options.models:
+        rows = run(options.path, options.ways, kind=kind, prompts=options.prompts)
+        print_table(f"Time to first token of a prompt of 2,049 tokens in vLLM, {kind}", rows)
 
 
 if __name__ == "__main__":

@@ -26,8 +26,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from hicache.lab.devservers.launcher import launch
-
 ROOT = Path(__file__).resolve().parent.parent.parent
 # A start takes about 10 s on two idle cores.
 START_TIMEOUT_S = 150.0
@@ -62,6 +60,10 @@ class ProcessTree:
     processes of the session."""
 
     def __init__(self, command: list[str], *, folder: Path, environ: Mapping[str, str], fds: tuple[int, ...] = ()):
+        # Not above: it starts a thread, and the processes that import this module may need namespaces, which a process
+        # with threads cannot get.
+        from hicache.lab.devservers.launcher import launch  # noqa: PLC0415
+
         self.log = folder / f"engine-{next(_NUMBERS)}.log"
         self._temporary = tempfile.TemporaryDirectory(prefix="hc-")  # for the sockets and files of engines
         environ = {**environ, "TMPDIR": self._temporary.name}
