@@ -1,7 +1,7 @@
 # Every target works in a fresh clone: what it needs is installed into .venv first.
 #
 #   make demo    a small model served with and without the cache
-#   make test    check, then all tests, on JOBS (default 2) cores
+#   make test    check, then all tests, in JOBS processes (default 3, for two cores)
 #   make test-engines  the tests with real engines, vLLM and SGLang, in .venv-engines beside .venv
 #   make test-models   a small model of each supported kind on vLLM, in .venv-engines
 #   make quick   after each change: ruff, and the tests without servers and without long ones, in under 90 s on two cores
@@ -34,8 +34,10 @@ GPU_PYTHON ?=
 GPU_TESTS := tests/gpu tests/tiers tests/lab/engine tests/controller
 PYTEST_ARGS ?=
 DIST ?= dist
-# One process for each; a file of tests stays in one of them, so that its module and its servers are set up once.
-JOBS ?= 2
+# Tests wait for servers a quarter of their time, so for two cores there is one process more; engines always compute. A
+# file of tests stays in one process, so that its module and its servers are set up once.
+JOBS ?= 3
+ENGINE_JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
 
@@ -49,11 +51,11 @@ test: check
 
 # A file of tests has its engines one after another. A few kinds of models are enough here.
 test-engines: $(ENGINES)/.stamp
-	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist loadfile --durations=30 -m "not all_models" \
+	$(ENGINES)/bin/python -m pytest -n $(ENGINE_JOBS) --dist loadfile --durations=30 -m "not all_models" \
 	  tests/engines tests/models $(PYTEST_ARGS)
 
 test-models: $(ENGINES)/.stamp
-	$(ENGINES)/bin/python -m pytest -n $(JOBS) --dist load --durations=30 tests/models $(PYTEST_ARGS)
+	$(ENGINES)/bin/python -m pytest -n $(ENGINE_JOBS) --dist load --durations=30 tests/models $(PYTEST_ARGS)
 
 quick: $(VENV)/.test-stamp
 	$(BIN)/ruff check .

@@ -2,11 +2,23 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from .model import save_eagle, save_model
+from .model import save_model
+
+
+@pytest.fixture(autouse=True)
+def log() -> Iterator[logging.Logger]:
+    """HiCache's logger, whose settings a connector may change."""
+    logger = logging.getLogger("hicache")
+    settings = logger.handlers, logger.level, logger.propagate
+    yield logger
+    logger.handlers, _, logger.propagate = settings
+    logger.setLevel(settings[1])
 
 
 @pytest.fixture(scope="session")
@@ -25,15 +37,3 @@ def other_llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def hybrid_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small model with sliding-window layers and one full-attention layer."""
     return save_model(tmp_path_factory.mktemp("hybrid"), "windows")
-
-
-@pytest.fixture(scope="session")
-def state_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A small model with states and full attention in turn."""
-    return save_model(tmp_path_factory.mktemp("states"), "states")
-
-
-@pytest.fixture(scope="session")
-def eagle(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An EAGLE head for the small Llama."""
-    return save_eagle(tmp_path_factory.mktemp("eagle"), llama)

@@ -24,16 +24,11 @@ _POSITIONS_MAX = 4096
 
 
 _WINDOWS = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
-_STATES = ["conv", "full_attention"] * (LAYERS // 2)
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
     "windows": (
         "Gemma3TextConfig",
         {"sliding_window": WINDOW, "query_pre_attn_scalar": HEAD_DIM, "layer_types": _WINDOWS},
-    ),
-    "states": (
-        "Lfm2Config",  # vLLM reads the names of its checkpoints
-        {"layer_types": _STATES, "block_multiple_of": 32, "block_dim": _HIDDEN, "conv_dim": _HIDDEN},
     ),
     # SGLang reads the last two entries for models that it does not know as hybrid.
     "pools": (
@@ -44,29 +39,9 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def save_eagle(folder: Path, target: Path) -> Path:
-    """Save an EAGLE head for the Llama in `target`: one of its layers with other weights. Return `folder`."""
-    with warnings.catch_warnings():  # from transformers and its imports
-        warnings.simplefilter("ignore")
-        from safetensors.torch import save_file  # noqa: PLC0415
-        from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
-
-        config = AutoConfig.from_pretrained(target, num_hidden_layers=1)
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(1)
-            layers = AutoModelForCausalLM.from_config(config, dtype=torch.float32).model.layers
-            weights = {f"layers.{name}": value for name, value in layers.state_dict().items()}
-            weights["fc.weight"] = torch.randn(_HIDDEN, 2 * _HIDDEN) * INITIALIZER_RANGE
-    del weights["layers.0.input_layernorm.weight"]  # an EAGLE head has none
-    config.save_pretrained(folder)
-    save_file(weights, folder / "model.safetensors")
-    return folder
-
-
 def save_model(folder: Path, kind: str = "llama", *, seed: int = 0) -> Path:
-    """Save a Llama, a Gemma 3 with a sliding window in each layer but the last (`windows`), an LFM2 with a state in
-    every other layer (`states`), or a Cohere 2 with such windows, for which SGLang makes two pools (`pools`). Return
-    `folder`.
+    """Save a Llama, a Gemma 3 with a sliding window in each layer but the last (`windows`), or a Cohere 2 with such
+    windows, for which SGLang makes two pools (`pools`). Return `folder`.
 
     The same arguments give the same bytes, in float32; an engine converts them to its `dtype`. There is no tokenizer:
     tests use token ids.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 import re
 import warnings
@@ -23,7 +24,7 @@ with warnings.catch_warnings():  # from vLLM and its imports
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from hicache.integrations.vllm import engine as vllm_engine
-    from hicache.integrations.vllm.engine import AdapterKeys, Engine
+    from hicache.integrations.vllm.engine import AdapterKeys, Engine, log_as_vllm
 from hicache.integrations.vllm.layout import BlockLayout
 from hicache.keys import Namespace
 
@@ -223,3 +224,23 @@ def test_engines_with_one_configuration_do_not_share_frames() -> None:
         other = third.open_pool(worker=False)
         undo.callback(other.unlink)
         assert other.identity != scheduler.identity
+
+
+@pytest.mark.parametrize(
+    ("level", "has_handler", "is_own"), [("WARNING", True, True), ("INFO", False, True), ("INFO", True, False)]
+)
+def test_the_log_goes_to_vllm_s_handlers_unless_the_program_logs_as_much(
+    log: logging.Logger, monkeypatch: pytest.MonkeyPatch, level: str, has_handler: bool, is_own: bool
+) -> None:
+    """A library that calls `logging.debug` gives the root logger a handler, and its level stays WARNING."""
+    root, theirs = logging.getLogger(), logging.getLogger("vllm")
+    monkeypatch.setattr(root, "handlers", [logging.NullHandler()] if has_handler else [])
+    monkeypatch.setattr(root, "level", logging.getLevelName(level))
+    monkeypatch.setattr(theirs, "handlers", [logging.NullHandler()])
+    monkeypatch.setattr(theirs, "level", logging.INFO)
+    monkeypatch.setattr(log, "handlers", [])
+    log.setLevel(logging.NOTSET)
+    log_as_vllm()
+    assert log.handlers == (theirs.handlers if is_own else [])
+    assert log.getEffectiveLevel() == logging.INFO
+    assert log.propagate is not is_own

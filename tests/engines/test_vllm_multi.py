@@ -31,7 +31,7 @@ def test_a_prompt_is_served_from_host_memory_in_the_second_place_and_in_the_firs
         "kv_connector_extra_config": {"connectors": children},
     }  # fmt: skip
     options = vllm_options(request.getfixturevalue(model), kv_transfer_config=multi)
-    environ = vllm_environ(zeros=tmp_path / "zeros")
+    environ = vllm_environ(processes=False, zeros=tmp_path / "zeros")
     with EngineProcess("tests.engines.vllm_engine", options, folder=tmp_path, environ=environ) as engine:
         (cold,) = engine.call("generate", prompts=[prompt("multi", PROMPT_TOKENS)])
         wait_for(lambda: bool(engine.call("reset")))

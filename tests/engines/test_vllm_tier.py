@@ -58,7 +58,7 @@ class Tier:
         transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         return EngineProcess(
             "tests.engines.vllm_engine", vllm_options(self._model, kv_transfer_config=transfer),
-            folder=self._folder, environ=vllm_environ(zeros=self.zeros),
+            folder=self._folder, environ=vllm_environ(processes=False, zeros=self.zeros),
         )  # fmt: skip
 
     def damage_pages(self) -> int:

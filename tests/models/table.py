@@ -35,7 +35,9 @@ _WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention"] * (LA
 @dataclass(frozen=True, slots=True)
 class Model:
     """A kind of model. `config` is a class of transformers, `entries` are its arguments beyond the common ones, and
-    `options` are arguments of `vllm.LLM`. `in_ci` marks the kinds of `make test-engines`.
+    `options` are arguments of `vllm.LLM`, to which `has_adapter` and `has_head` add a LoRA adapter and an EAGLE head.
+    `chunk_tokens` are those of vLLM's offloading behind HiCacheConnector, 0 for a model that has HiCache's frames.
+    `in_ci` marks the kinds of `make test-engines`.
 
     `decodes_hits` is for vLLM's MLA on a CPU, which gives other tokens in a decode than in a prefill, without HiCache
     too. So one token is computed after a hit, and compared with vLLM alone decoding it."""
@@ -45,6 +47,8 @@ class Model:
     entries: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     has_adapter: bool = False
+    has_head: bool = False
+    chunk_tokens: int = 0
     decodes_hits: bool = False
     in_ci: bool = False
 
@@ -68,6 +72,9 @@ MODELS: dict[str, Model] = {
         "full attention", "LlamaConfig",
         options={"speculative_config": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_max": 3}},
     ),
+    "Llama with an EAGLE head": Model(
+        "full attention, and the head's", "LlamaConfig", has_head=True, chunk_tokens=64, in_ci=True
+    ),
     "Qwen3": Model("full attention", "Qwen3Config"),
     "Mixtral": Model("full attention, experts", "MixtralConfig", {"num_local_experts": 4}),
     "Qwen3-MoE": Model("full attention, experts", "Qwen3MoeConfig", _EXPERTS),
@@ -82,24 +89,25 @@ MODELS: dict[str, Model] = {
         decodes_hits=True, in_ci=True,
     ),
     "Gemma-3": Model(
-        "full attention and sliding windows", "Gemma3TextConfig", {**_WINDOWS, "query_pre_attn_scalar": HEAD_DIM}
+        "full attention and sliding windows", "Gemma3TextConfig", {**_WINDOWS, "query_pre_attn_scalar": HEAD_DIM},
+        chunk_tokens=64,
     ),
     "gpt-oss": Model(
         "full attention and sliding windows, experts", "GptOssConfig",
-        {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}, in_ci=True,
+        {**_WINDOWS, "num_local_experts": 4, "num_experts_per_tok": 2}, chunk_tokens=64, in_ci=True,
     ),
     "Llama-4": Model(
         "full attention and chunks, experts", "Llama4TextConfig",
         {"attention_chunk_size": WINDOW, "num_local_experts": 4, "intermediate_size_mlp": 2 * _HIDDEN},
     ),
-    "Mistral": Model("only sliding windows", "MistralConfig", {"sliding_window": WINDOW}),
+    "Mistral": Model("only sliding windows", "MistralConfig", {"sliding_window": WINDOW}, chunk_tokens=64),
     "Qwen3-Next": Model(
         "full attention and states, experts", "Qwen3NextConfig",
         {
             **_EXPERTS, "shared_expert_intermediate_size": _HIDDEN, "head_dim": 64, "linear_key_head_dim": 128,
             "linear_value_head_dim": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
         },
-        {**_STATES, "dtype": "bfloat16"}, in_ci=True,
+        {**_STATES, "dtype": "bfloat16"}, chunk_tokens=384, in_ci=True,
     ),
     "LFM2": Model(
         "full attention and states", "Lfm2Config",
@@ -107,7 +115,7 @@ MODELS: dict[str, Model] = {
             "layer_types": ["conv", "full_attention"] * (LAYERS // 2), "block_multiple_of": 32,
             "conv_dim": _HIDDEN, "block_dim": _HIDDEN,  # which transformers does not name
         },
-        _STATES, in_ci=True,
+        _STATES, chunk_tokens=128, in_ci=True,
     ),
 }  # fmt: skip
 
@@ -156,6 +164,8 @@ def save_model(row: Model, folder: Path) -> None:
         model.save_pretrained(folder)
         if row.has_adapter:
             _save_adapter(folder / "adapter")
+        if row.has_head:
+            _save_head(folder / "head", folder)
 
 
 def _save_adapter(folder: Path) -> None:
@@ -171,3 +181,18 @@ def _save_adapter(folder: Path) -> None:
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": ADAPTER_RANK, "lora_alpha": ADAPTER_RANK,
               "target_modules": ["q_proj"], "bias": "none"}  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config))
+
+
+def _save_head(folder: Path, target: Path) -> None:
+    """Save an EAGLE head for the Llama in `target`: one of its layers with other weights."""
+    from safetensors.torch import save_file  # noqa: PLC0415
+    from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415
+
+    config = AutoConfig.from_pretrained(target, num_hidden_layers=1)
+    torch.manual_seed(1)
+    layers = AutoModelForCausalLM.from_config(config, dtype=torch.float32).model.layers
+    weights = {f"layers.{name}": value for name, value in layers.state_dict().items()}
+    weights["fc.weight"] = torch.randn(_HIDDEN, 2 * _HIDDEN) * INITIALIZER_RANGE
+    del weights["layers.0.input_layernorm.weight"]  # an EAGLE head has none
+    config.save_pretrained(folder)
+    save_file(weights, folder / "model.safetensors")

@@ -32,7 +32,7 @@ class Served:
 
     def __init__(self, row: Model, folder: Path, runner: EngineProcess) -> None:
         self._row, self._folder, self._runner = row, folder, runner
-        self._model = folder / "model"
+        self._model, self._logged = folder / "model", len(runner.log.read_text())
         save_model(row, self._model)
         self._prompt = prompt("one of the table", CACHED_TOKENS if row.decodes_hits else PROMPT_TOKENS)
         ((self.hit, _),) = self.play(["generate"], tokens=TOKENS + row.decodes_hits)
@@ -45,6 +45,9 @@ class Served:
         """Run these steps in a new engine with HiCache as `path`. Return for each `generate` the output tokens and how
         many tokens of the prompt were cached."""
         options = vllm_options(self._model, **self._row.options)
+        if self._row.has_head:
+            head = {"method": "eagle", "model": str(self._model / "head"), "num_speculative_tokens": 2}
+            options["speculative_config"] = head
         if path is not None:
             options |= {"kv_transfer_config": getattr(self, f"_{path}")(), "worker_extension_cls": HOOKS}
         asked: dict[str, Any] = {"prompts": [self._prompt], "tokens": tokens}
@@ -53,6 +56,11 @@ class Served:
         named = [(step, asked if step == "generate" else {}) for step in steps]
         answers = self._runner.call("play", engine=options, steps=named, timeout_s=PLAY_TIMEOUT_S)
         return [(each["tokens"], each["cached"]) for (each,) in filter(None, answers)]
+
+    def chunks(self) -> set[int]:
+        """Return the sizes of chunks, in tokens, that HiCacheConnector has named in the log."""
+        log = self._runner.log.read_text()[self._logged :]
+        return {int(tokens) for tokens in re.findall(r"vLLM's own offloading serves .* chunks of (\d+) tokens", log)}
 
     def _connector(self) -> dict[str, object]:
         config = self._folder / "connector.yaml"
@@ -95,6 +103,7 @@ def test_a_model_gives_the_tokens_of_vllm_alone_with_hits_of_each_tier_and_other
         files, zeroed = served.play(["generate", "reset", "zero", "generate"], path)
         assert [cold, host, files] == expected, path
         assert zeroed[1] == CACHED_TOKENS and zeroed[0] != served.hit, path
+    assert served.chunks() == {MODELS[name].chunk_tokens} - {0}
 
 
 @pytest.mark.all_models

@@ -315,8 +315,11 @@ def require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
 
 def log_as_vllm() -> None:
     """Write HiCache's log to vLLM's handlers (vLLM only sets up its own logger), unless the program has set up
-    HiCache's."""
-    ours, theirs = logging.getLogger("hicache"), logging.getLogger("vllm")
-    if not ours.handlers and not logging.getLogger().handlers:
-        ours.handlers = list(theirs.handlers)
-        ours.setLevel(theirs.level)
+    HiCache's, or the root logger for all that vLLM logs.
+
+    A handler alone does not show the latter: `logging.debug` in any library adds one, for warnings and errors.
+    """
+    ours, theirs, root = logging.getLogger("hicache"), logging.getLogger("vllm"), logging.getLogger()
+    if not (ours.handlers or (root.handlers and root.level <= theirs.level)):
+        ours.handlers, ours.propagate = list(theirs.handlers), False
+        ours.setLevel(ours.level or theirs.level)
