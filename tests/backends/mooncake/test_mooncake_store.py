@@ -15,6 +15,7 @@ from hicache.backends.errors import StoreError
 from hicache.backends.mooncake import MooncakeDriver, codes
 from hicache.backends.mooncake.admin import admin_address
 from hicache.backends.mooncake.buffers import address_of
+from hicache.backends.mooncake.client import Client
 from hicache.backends.mooncake.session import RENEW_EVERY_S, ClientSession, SessionManager
 from hicache.backends.store import Store
 from hicache.backends.testing import (
@@ -66,6 +67,10 @@ def session_on(master: MooncakeMaster, **changes: Any) -> Iterator[ClientSession
         yield session
     finally:
         session.leave()
+
+
+def client_of(backend: Store) -> Client:
+    return driver_of(backend, MooncakeDriver)._sessions.current.client
 
 
 def test_registered_frames_are_filled_without_a_copy(backend: Store) -> None:
@@ -130,6 +135,22 @@ def test_a_longer_object_is_corrupt_and_is_not_written_past_the_frame(
     assert set(memory.frames[1]) == set(memory.guard) == {0xEE}
     assert backend.statistics().corrupt == {"size": 1}
     assert backend.batch_get(keys, memory.frames, deadline=soon()) == [HIT, MISS]
+
+
+def test_a_page_whose_checksum_the_library_finds_wrong_is_corrupt(
+    backend: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, client = make_keys(3), client_of(backend)
+    store(backend, keys)
+    get = client.get
+
+    def wrong(names: list[str], *memory: list[list[int]]) -> list[int]:
+        codes_found = zip(names, get(names, *memory), strict=True)
+        return [codes.CHECKSUM if name.endswith(keys[1].hex()) else code for name, code in codes_found]
+
+    monkeypatch.setattr(client, "get", wrong)
+    assert backend.batch_get(keys, empty_frames(CODEC, 3), deadline=soon()) == [HIT, CORRUPT, HIT]
+    assert dict(backend.statistics().corrupt) == {"checksum": 1}
 
 
 def test_memory_may_be_registered_twice_and_is_checked(backend: Store) -> None:
@@ -257,6 +278,23 @@ def test_a_growing_chain_is_not_evicted_for_its_own_tail(small: Store) -> None:
     stored = outcomes.count(STORED)
     assert outcomes == [STORED] * stored + [REJECTED] * (20 - stored)
     assert small.batch_exists(keys, deadline=soon()) == 4 + stored
+
+
+def test_pages_behind_one_that_was_evicted_while_the_store_was_full_are_removed(
+    backend: Store, door: SideDoor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys, client = make_keys(4), client_of(backend)
+    put = client.put
+
+    def full_at_first(names: list[str], *memory: list[list[int]]) -> list[int]:
+        monkeypatch.setattr(client, "put", put)
+        found = put(names[:-1], *(part[:-1] for part in memory))
+        assert door.client.remove(names[1], True) == 0
+        return [*found, codes.NO_ROOM]
+
+    monkeypatch.setattr(client, "put", full_at_first)
+    assert store(backend, keys) == [STORED, REJECTED, REJECTED, REJECTED]
+    assert backend.batch_has(keys, deadline=soon()) == [True, False, False, False]
 
 
 def test_a_deletion_waits_for_the_lease_of_a_page_that_was_read(small: Store) -> None:
