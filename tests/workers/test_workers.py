@@ -239,4 +239,6 @@ def test_random_traffic_with_evictions_and_slow_failing_and_dying_workers_makes_
         world.engine.workers.send(Hold(False))
         world.engine.run(*(request for _, request in requests))
         assert [request.output for _, request in requests] == [expected[number] for number, _ in requests]
-        assert sum(request.hit_pages for _, request in requests) > 0
+        # In the traffic, a slow machine may have no hits. A copy that is to break may still be outstanding.
+        wait_for(lambda: world.pages_on_host(prompts[0]) > 0, lambda: world.serve(prompts[0]))
+        wait_for(lambda: hits(world.serve(prompts[0]))[0] > 0, world.drop_blocks)

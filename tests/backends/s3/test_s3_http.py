@@ -107,9 +107,9 @@ def clock() -> ManualClock:
 def test_a_value_is_loaded_again_when_it_is_old_or_expired(clock: ManualClock) -> None:
     value = Refreshed("test", iter(range(100)).__next__, 3600.0, clock=clock)
     assert value.get(deadline=math.inf) == 0
-    clock.advance(3600.0)
+    clock.advance(3599.0)
     assert [value.get(deadline=math.inf) for _ in range(5)] == [0] * 5
-    clock.advance(1.0)
+    clock.advance(2.0)
     wait_for(lambda: value.get(deadline=math.inf) == 1)
     value.expire()
     wait_for(lambda: value.get(deadline=math.inf) == 2)
