@@ -99,6 +99,7 @@ MODELS: dict[str, Model] = {
     "Llama-4": Model(
         "full attention and chunks, experts", "Llama4TextConfig",
         {"attention_chunk_size": WINDOW, "num_local_experts": 4, "intermediate_size_mlp": 2 * _HIDDEN},
+        chunk_tokens=64,
     ),
     "Mistral": Model("only sliding windows", "MistralConfig", {"sliding_window": WINDOW}, chunk_tokens=64),
     "Qwen3-Next": Model(
