@@ -17,7 +17,6 @@ BLOCK_TOKENS = 64
 _LAYERS, _KV_HEADS, _HEAD_DIM = 8, 8, 128
 LAYER_TOKEN_BYTES = 2 * _KV_HEADS * _HEAD_DIM * 2
 _VOCABULARY = 1024
-_EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 1024}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +46,9 @@ KINDS = {
     "qwen3-next": Kind(
         "Qwen3NextConfig",
         {
-            **_EXPERTS, "num_experts": 4, "shared_expert_intermediate_size": 1024, "linear_key_head_dim": 128,
-            "linear_value_head_dim": 128, "linear_num_key_heads": 8, "linear_num_value_heads": 8,
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 1024,
+            "shared_expert_intermediate_size": 1024, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+            "linear_num_key_heads": 8, "linear_num_value_heads": 8,
         },
         # vLLM chooses the size of a block, so that a state has room in one.
         {"block_size": None, "mamba_cache_mode": "align"}, _LAYERS // 4, 4,

@@ -227,20 +227,23 @@ def test_engines_with_one_configuration_do_not_share_frames() -> None:
 
 
 @pytest.mark.parametrize(
-    ("level", "has_handler", "is_own"), [("WARNING", True, True), ("INFO", False, True), ("INFO", True, False)]
-)
+    ("level", "has_handler", "vllm_has", "is_own"),
+    [("WARNING", True, True, True), ("INFO", False, True, True), ("INFO", True, True, False),
+     ("WARNING", True, False, False)],
+)  # fmt: skip
 def test_the_log_goes_to_vllm_s_handlers_unless_the_program_logs_as_much(
-    log: logging.Logger, monkeypatch: pytest.MonkeyPatch, level: str, has_handler: bool, is_own: bool
+    log: logging.Logger, monkeypatch: pytest.MonkeyPatch, level: str, has_handler: bool, vllm_has: bool, is_own: bool
 ) -> None:
-    """A library that calls `logging.debug` gives the root logger a handler, and its level stays WARNING."""
+    """A library that calls `logging.debug` gives the root logger a handler, and its level stays WARNING. With
+    VLLM_CONFIGURE_LOGGING=0 vLLM has no handlers, and the program's get HiCache's warnings."""
     root, theirs = logging.getLogger(), logging.getLogger("vllm")
     monkeypatch.setattr(root, "handlers", [logging.NullHandler()] if has_handler else [])
     monkeypatch.setattr(root, "level", logging.getLevelName(level))
-    monkeypatch.setattr(theirs, "handlers", [logging.NullHandler()])
+    monkeypatch.setattr(theirs, "handlers", [logging.NullHandler()] if vllm_has else [])
     monkeypatch.setattr(theirs, "level", logging.INFO)
     monkeypatch.setattr(log, "handlers", [])
     log.setLevel(logging.NOTSET)
     log_as_vllm()
     assert log.handlers == (theirs.handlers if is_own else [])
-    assert log.getEffectiveLevel() == logging.INFO
+    assert logging.getLevelName(log.getEffectiveLevel()) == ("INFO" if is_own else level)
     assert log.propagate is not is_own

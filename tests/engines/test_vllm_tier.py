@@ -98,7 +98,8 @@ def test_a_new_process_reads_chunks_of_another_process(tier: Tier, engine: Engin
     assert all(answer["cached"] == 0 for answer in tier.cold.values())
     answer = serve(engine, "hit")
     assert answer == {"tokens": tier.cold["hit"]["tokens"], "cached": CACHED_TOKENS}
-    assert engine.call("metrics")[_READ] > 0
+    metrics = engine.call("metrics")
+    assert metrics[_READ] > 0 and metrics["vllm:prompt_tokens_cached_by_source disk"] == CACHED_TOKENS
 
 
 def test_a_prompt_with_a_salt_does_not_share_chunks(tier: Tier, engine: EngineProcess) -> None:

@@ -314,9 +314,10 @@ def require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
 
 
 def log_as_vllm() -> None:
-    """Write HiCache's log to vLLM's handlers (vLLM only sets up its own logger), unless the program has set up its
-    logger, or the root logger at vLLM's level. (`logging.debug` in a library adds a root handler, for warnings.)"""
+    """Write HiCache's log to vLLM's handlers, if it has any, unless the program has set up HiCache's logger, or the
+    root logger at vLLM's level. (`logging.debug` in a library adds a root handler, for warnings.)"""
     ours, theirs, root = logging.getLogger("hicache"), logging.getLogger("vllm"), logging.getLogger()
-    if not (ours.handlers or (root.handlers and root.level <= theirs.level)):
+    is_set_up = ours.handlers or (root.handlers and root.level <= theirs.getEffectiveLevel())
+    if theirs.handlers and not is_set_up:
         ours.handlers, ours.propagate = list(theirs.handlers), False
         ours.setLevel(ours.level or theirs.level)
