@@ -4,7 +4,7 @@
 #   make test    check, then all tests, in JOBS processes (default 3, for two cores)
 #   make test-engines  the tests with real engines, vLLM and SGLang, in .venv-engines beside .venv
 #   make test-models   a small model of each supported kind on vLLM, in .venv-engines
-#   make quick   after each change: ruff, and the tests without servers and without long ones, in under 90 s on two cores
+#   make quick   after each change: ruff, and the tests without servers and without long ones, in 1.5 to 2 minutes
 #   make check   ruff, mypy and the import layers
 #   make soak    all tests, the random ones for longer: SOAK_FACTOR (default 20) times as many examples and seeds
 #   make hostile some minutes (HOSTILE_MINUTES, default 10) each of hostile servers and of hostile clients: memory stays flat
