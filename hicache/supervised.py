@@ -121,11 +121,22 @@ class _Batch:
         self._work = _no_work
         self.run()
 
-    def wait(self) -> None:
+    def wait(self, deadline: float = math.inf) -> bool:
         """Wait for the pages that other threads have taken, then drop the reference to the work: a busy thread may find
-        this batch in the queue much later."""
-        self._unfinished.acquire()
+        this batch in the queue much later. Return False if a page has not ended by `deadline`."""
+        ended = self._unfinished.acquire(timeout=_seconds_until(deadline))
         self._work = _no_work
+        return ended
+
+    @property
+    def left(self) -> int:
+        """The number of pages that have not ended."""
+        return self._left
+
+
+def _seconds_until(deadline: float) -> float:
+    """Return the timeout of a lock for a deadline of the system's clock."""
+    return max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))
 
 
 class _Call(Generic[Result]):
@@ -164,7 +175,7 @@ class _Call(Generic[Result]):
 
     def wait(self, deadline: float) -> Result | None:
         """Return the result, or None if the call has not ended by `deadline`. Raises the exception of the function."""
-        self._unfinished.acquire(timeout=max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX)))
+        self._unfinished.acquire(timeout=_seconds_until(deadline))
         with self._lock:
             if not self._ended:
                 self._abandoned = True
@@ -193,8 +204,8 @@ class SupervisedPool(Generic[Job]):
     stuck. `fail` marks a job whose handler raised or whose thread died. `acknowledge` is called once per job, on its
     thread, or in `close` for a job that no thread has taken. `on_error` is called after each exception on a thread.
 
-    `clock` measures patience and back-offs. The deadline of a `call`, idle times and `close` are real time: they limit
-    calls of the operating system.
+    `clock` measures patience and back-offs. The deadline of a `call` or `run_until`, idle times and `close` are
+    real time: they limit calls of the operating system.
     """
 
     def __init__(  # noqa: PLR0913 - its callbacks and limits
@@ -231,6 +242,7 @@ class SupervisedPool(Generic[Job]):
         self._backoff = Backoff(RESTART_S_MIN, RESTART_S_MAX)
         self._restart_at = 0.0  # without `linger_s`: when to start missing threads; infinity if none is missing
         self._closed = False
+        self._abandoned: list[_Batch] = []
         self._is_complete = False  # all threads have been started once
         with self._state:
             self._fill()
@@ -301,6 +313,27 @@ class SupervisedPool(Generic[Job]):
         finally:
             batch.wait()
 
+    def run_until(self, count: int, work: Callable[[int], None], deadline: float) -> bool:
+        """Call `work(0) .. work(count - 1)` as `run`, but on the pool's threads only. Return True when all calls have
+        ended, or False at `deadline`: then the calls in progress continue (see `abandoned`), and the others are not
+        made. REQUIRES: no `linger_s`."""
+        if self._restart_at < math.inf:
+            self.supervise()
+        batch = _Batch(count, work)
+        for _ in range(min(count, len(self._threads))):
+            self._queue.put(batch.run)
+        if not count or batch.wait(deadline):
+            return True
+        batch.give_up()
+        with self._state:
+            self._abandoned = [*(one for one in self._abandoned if one.left), batch]
+        return False
+
+    @property
+    def abandoned(self) -> int:
+        """Calls of `run_until` that their caller has abandoned and that have not returned. Each holds a thread."""
+        return sum(batch.left for batch in self._abandoned)
+
     def call(
         self,
         function: Callable[[], Result],
@@ -332,7 +365,7 @@ class SupervisedPool(Generic[Job]):
 
     def close(self, timeout_s: float = math.inf) -> bool:
         """Let the threads finish the queued work, then end them. Blocks. Return False if a thread did not end in time;
-        it is abandoned. Idempotent. REQUIRES: no `run` or `call` is in flight."""
+        it is abandoned. Idempotent. REQUIRES: no `run`, `run_until` or `call` is in flight."""
         with self._state:
             self._closed = True
             threads = list(self._threads)

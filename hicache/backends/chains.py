@@ -20,6 +20,7 @@ from .stored import StoredPages
 class _Link:
     page: StoredPage
     parent: PageId | None
+    listed_s: float | None
 
 
 def read_header(stored: StoredPages, page: StoredPage) -> FrameHeader | None:
@@ -59,34 +60,46 @@ class Chains:
     def __contains__(self, where: PageId) -> bool:
         return where in self._links
 
-    def add(self, page: StoredPage, parent: bytes | None) -> None:
-        """Add or replace a stored page."""
-        where = (page.namespace, page.key)
+    def add(
+        self, page: StoredPage, parent: bytes | None, listed_s: float | None = None, *, is_unread: bool = False
+    ) -> None:
+        """Add or replace a stored page. `listed_s` is the time that its listing showed. A page whose header was not
+        read begins a chain until `read`."""
+        where = page.id
         self.discard(where)
-        above = None if parent is None or parent == page.key else (page.namespace, parent)
-        self._links[where] = _Link(page, above)
+        self._links[where] = _Link(page, None, listed_s)
         self.bytes += page.bytes
-        if above is not None:
-            self._children[above] = self._children.get(above, 0) + 1
+        if is_unread:
+            self._unread.add(where)
+        else:
+            self.read(where, parent)
 
-    def add_unread(self, page: StoredPage) -> None:
-        """Add a page whose header was not read: it begins a chain until `add` replaces it."""
-        self.add(page, None)
-        self._unread.add((page.namespace, page.key))
+    def read(self, where: PageId, parent: bytes | None) -> None:
+        """Record the parent of a page that was added without one."""
+        link = self._links[where]
+        self._unread.discard(where)
+        if parent is not None and parent != where[1]:
+            link.parent = (where[0], parent)
+            self._children[link.parent] = self._children.get(link.parent, 0) + 1
+
+    def listed_s(self, where: PageId) -> float | None:
+        """Return the time that the last listing showed for a page; None for an unknown page."""
+        link = self._links.get(where)
+        return None if link is None else link.listed_s
 
     def unread(self) -> list[StoredPage]:
         """Return the pages whose headers were not read."""
         return [self._links[where].page for where in self._unread]
 
-    def renew(self, page: StoredPage) -> bool:
-        """Update size and last use of a page from a listing (the later use counts). Return False for an unknown
-        page."""
+    def renew(self, page: StoredPage, listed_s: float | None = None) -> bool:
+        """Update size and last use of a page from a listing that showed the time `listed_s` (the later use counts).
+        Return False for an unknown page."""
         link = self._links.get((page.namespace, page.key))
         if link is None:
             return False
         self.bytes += page.bytes - link.page.bytes
         used_s = max(filter(None, (page.used_s, link.page.used_s)), default=None)
-        link.page = StoredPage(page.namespace, page.key, page.bytes, used_s)
+        link.page, link.listed_s = StoredPage(page.namespace, page.key, page.bytes, used_s), listed_s
         return True
 
     def discard(self, where: PageId) -> bool:

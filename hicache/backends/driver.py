@@ -164,3 +164,43 @@ class HasIncidents(Protocol):
 
     def incidents(self) -> Incidents:
         """Return the totals so far. Any thread; does not block."""
+
+
+@runtime_checkable
+class HasFreeSpace(Protocol):
+    """A driver of a store on a volume that other programs use too."""
+
+    def free_bytes(self) -> int:
+        """Return how many bytes the store may still take; negative if it must give some back. May block. Raises
+        BackendUnavailable."""
+
+
+@dataclass(frozen=True, slots=True)
+class Swept:
+    """The size of a store after the last complete listing by any engine, and the numbers of the last listing that was
+    begun and of that one; 0 for none."""
+
+    pages: int
+    bytes: int
+    begun: int
+    ended: int
+
+
+@runtime_checkable
+class SharesSweeps(Protocol):
+    """A driver of a store in which one engine lists and sweeps for all. The functions belong to the thread of the
+    sweeps, block, and raise BackendUnavailable."""
+
+    @property
+    def swept(self) -> Swept:
+        """Return the last size known to this engine. Does not block."""
+
+    def begin_sweep(self, needs_room: bool) -> bool:
+        """Learn the size of the store. Return True if this engine must list and sweep now; False if another one does.
+        """
+
+    def continue_sweep(self) -> None:
+        """Show the others that the sweep makes progress. Cheap: call it for every page."""
+
+    def end_sweep(self, pages: int, size_bytes: int) -> None:
+        """Tell the others the size after this sweep, and remove what dead writers have left."""

@@ -70,6 +70,7 @@ class ErrorKind(enum.StrEnum):
     # This process
     NO_THREAD = "no_thread"  # this machine cannot start a thread
     NO_BUFFER = "no_buffer"  # no bounce buffer was free in time
+    HANGS = "hangs"  # the calls of all threads of the store hang
     CLOSED = "closed"
     FORKED = "forked"
     INTERNAL = "internal"  # a bug, or an exception on one of the store's threads, which is in the log

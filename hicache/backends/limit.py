@@ -1,4 +1,4 @@
-"""A limit in bytes for stores without their own limit: S3, or Redis without `maxmemory`.
+"""A limit in bytes for stores without their own limit: S3, a shared directory, or Redis without `maxmemory`.
 
 The size of the store, over all namespaces, is known from a listing and from the writes since. A page without room is
 REJECTED; a sweep in the background makes room by removing the least recently used pages without children, so that
@@ -6,7 +6,13 @@ chains lose their tails. Uses are those that the store reports, and those throug
 
 One engine never exceeds the limit. If several share a store, each learns about the others' writes from its next
 listing: the limit may be overshot by the writes of one interval plus one listing. Their sweeps choose almost the same
-pages; at worst each removes as many as one would.
+pages; at worst each removes as many as one would. Where a driver `SharesSweeps`, one engine lists and sweeps for all.
+
+The limit is lower while the store has less room: a driver that `HasFreeSpace` says how much is left, at each listing.
+If the store itself rejects pages, for a quota of its own, a sweep makes some room, at most once per interval.
+
+The time of a page's last use comes from the clock of the server or of the writer, which may differ from this one. A
+page whose time has changed since the last listing counts as used after that listing, whatever its time is.
 
 A listing costs one request per thousand pages on S3. The first sweep that removes pages reads the header of each page
 that this engine has not stored itself: one small request per page, once.
@@ -26,7 +32,7 @@ import random
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 from ..background import BackgroundTask
@@ -35,10 +41,10 @@ from ..clock import SYSTEM_CLOCK, Clock
 from ..errors import BackendError, InvalidInput
 from ..frame import FrameCodec, PageBuffer
 from ..units import format_size
-from .base import EvictionListener, PageId, SetOutcome
+from .base import EvictionListener, PageId, SetOutcome, StoredPage
 from .calls import parent_outside, parents_of
 from .chains import Chains, parent_in, read_header
-from .driver import Incidents
+from .driver import HasFreeSpace, Incidents, SharesSweeps, Swept
 from .stored import StoredPages
 
 _log = logging.getLogger(__name__)
@@ -57,6 +63,9 @@ FIRST_LISTING_WAIT_S = 2.0
 PAGES_MAX = 1 << 19
 # Stores and uses that wait for the next sweep. Beyond the limit, headers are read, and uses are ignored.
 _NOTES_MAX = 1 << 16
+# The share of the store that a sweep removes after the store itself has rejected pages. What fills the store may be
+# something else, which a sweep cannot remove.
+_FULL_SHARE = 0.02
 _REMOVE_CHUNK = 1000
 _CLOSE_S = 5.0
 
@@ -65,19 +74,34 @@ _CLOSE_S = 5.0
 class _Ledger:
     """The largest possible size of the store, as known to this process. Not locked.
 
-    Invariant: `used_bytes` is at least the listed bytes plus the bytes that this process may have written since that
-    listing began; `reserved` bytes are not included.
+    `limit_bytes` is the capacity, or less while the store has less room. Invariant: `used_bytes` is at least the bytes
+    of the last listing plus the bytes that this process may have written since it began; `reserved` bytes are not
+    included. `written_bytes` is a total. `_before` has, for each listing in progress elsewhere, that total at a time
+    before it began.
     """
 
     capacity_bytes: int
+    limit_bytes: int = field(init=False)
     used_bytes: int = 0
     reserved_bytes: int = 0
-    since_bytes: int = 0  # written since the listing in progress began, or the last one if none is
+    written_bytes: int = 0
     is_listed: bool = False
+    _begun_bytes: int = 0  # `written_bytes` when the last listing began
+    _ended: int = 0
+    _before: dict[int, int] = field(default_factory=dict)
+    _visited_bytes: int = 0  # `written_bytes` at the last call of `follow`
+
+    def __post_init__(self) -> None:
+        self.limit_bytes = self.capacity_bytes
+
+    @property
+    def since_bytes(self) -> int:
+        """The bytes that this process may have written since the last listing began."""
+        return self.written_bytes - self._begun_bytes
 
     def reserve(self, pages: int, page_bytes: int) -> int:
         """Reserve room for as many of `pages` as possible; return their number."""
-        free = self.capacity_bytes - self.used_bytes - self.reserved_bytes
+        free = self.limit_bytes - self.used_bytes - self.reserved_bytes
         fitting = max(0, min(pages, free // page_bytes))
         self.reserved_bytes += fitting * page_bytes
         return fitting
@@ -86,16 +110,30 @@ class _Ledger:
         """Turn reserved room into used room."""
         self.reserved_bytes -= written_bytes
         self.used_bytes += written_bytes
-        self.since_bytes += written_bytes
+        self.written_bytes += written_bytes
 
     def release(self, unused_bytes: int) -> None:
         """Release reserved room."""
         self.reserved_bytes -= unused_bytes
 
+    def begin_listing(self) -> None:
+        """A listing of this process begins: it may lack the writes from now on."""
+        self._begun_bytes = self.written_bytes
+
     def end_listing(self, listed_bytes: int) -> None:
         """Record the result of a listing. Writes since its start may count twice until the next one."""
         self.used_bytes = listed_bytes + self.since_bytes
         self.is_listed = True
+
+    def follow(self, found: Swept) -> None:
+        """Record the result of another engine's listing, if it is new. That listing may lack what this process has
+        written since the last call that did not know of it."""
+        before, self._visited_bytes = self._visited_bytes, self.written_bytes
+        if found.ended > 0 and (found.ended != self._ended or not self.is_listed):
+            self._begun_bytes = self._before.get(found.ended, before)
+            self._ended = found.ended
+            self.end_listing(found.bytes)
+        self._before = {found.begun: self._before.get(found.begun, before)} if found.begun > found.ended else {}
 
 
 # Store pages, or look them up, without the limit; also returns the kinds of the errors. See `attempts`.
@@ -131,6 +169,8 @@ class CapacityLimit:
         self.rejection: str | None = None  # why the last write was rejected, see ExplainsRejections
         self.on_evicted: EvictionListener = lambda keys: None
         self._stored = stored
+        self._shared = stored.driver if isinstance(stored.driver, SharesSweeps) else None
+        self._volume = stored.driver if isinstance(stored.driver, HasFreeSpace) else None
         self._clock = clock
         self._interval_s = list_interval_s
         self._state = threading.Condition()
@@ -138,6 +178,10 @@ class CapacityLimit:
         self._fresh: dict[bytes, bytes | None] = {}
         self._uses: dict[bytes, float] = {}
         self._is_full = False  # a page was rejected since the last sweep began
+        self._has_no_space = False  # by the store itself
+        self._made_space_s = -math.inf
+        self._listed_pages = 0
+        self._listed_s: float | None = None  # when the last listing of this engine began (wall clock)
         self._not_before = 0.0  # the earliest start of the next sweep
         self._closed = False
         self._errors: Counter[str] = Counter()
@@ -202,16 +246,24 @@ class CapacityLimit:
                 break
         rejected = len(keys) - len(outcomes)
         self.rejection = None
-        if rejected:
+        if rejected or SetOutcome.REJECTED in outcomes:
             with self._state:
-                self._is_full = True
-                used = self._ledger.used_bytes + self._ledger.reserved_bytes
-                self.rejection = (
-                    f"capacity_bytes is {format_size(self.capacity_bytes)}, and {format_size(used)} are stored "
-                    "or being written; a sweep makes room; raise capacity_bytes"
-                )
+                if SetOutcome.REJECTED in outcomes:
+                    self._has_no_space = True
+                else:
+                    self._is_full = True
+                    self.rejection = self._why_full()
                 self._sweeps.wake(self._not_before)
         return outcomes + [SetOutcome.REJECTED] * rejected, errors
+
+    def _why_full(self) -> str:
+        ledger = self._ledger
+        used = f"{format_size(ledger.used_bytes + ledger.reserved_bytes)} are stored or being written"
+        if ledger.limit_bytes < self.capacity_bytes:
+            room = format_size(ledger.limit_bytes)
+            return f"the volume has room for {room}, and {used}; make room there, or lower free_space_floor"
+        capacity = format_size(self.capacity_bytes)
+        return f"capacity_bytes is {capacity}, and {used}; a sweep makes room; raise capacity_bytes"
 
     def _wait_for_listing(self, deadline: float) -> bool:
         until = min(deadline, self._clock() + FIRST_LISTING_WAIT_S)
@@ -272,8 +324,9 @@ class CapacityLimit:
         """List the store and make room; return the time until the next sweep."""
         self._not_before = self._clock() + min(PAUSE_S, self._interval_s)
         try:
-            self._list()
-            self._sweep()
+            if self._begin():
+                self._list()
+                self._sweep()
             self._backoff.reset()
         except BackendError as error:
             self._count("listing")
@@ -283,55 +336,122 @@ class CapacityLimit:
         # Random, so that engines that started together do not list together.
         return self._clock() + self._interval_s * random.uniform(0.75, 1.25)
 
-    def _list(self) -> None:
+    def _begin(self) -> bool:
+        """Return True if this engine lists and sweeps now. Otherwise the size comes from the engine that does."""
+        shared = self._shared
+        if shared is None:
+            return True
+        is_ours = shared.begin_sweep(self._is_full or self._has_no_space)
         with self._state:
-            self._ledger.since_bytes = 0  # writes from now on may be missing in the listing
+            self._ledger.follow(shared.swept)
+            if not is_ours:
+                self._is_full = self._has_no_space = False
+                self._uses.clear()  # the store has them
+            self._state.notify_all()
+        if not is_ours:
+            self._limit_to_space()
+        return is_ours
+
+    def _limit_to_space(self) -> None:
+        """Lower the limit to what the volume has room for."""
+        if self._volume is not None:
+            free = self._volume.free_bytes()
+            with self._state:
+                ledger = self._ledger
+                ledger.limit_bytes = max(0, min(ledger.capacity_bytes, ledger.used_bytes + free))
+
+    def _list(self) -> None:
+        began_s = self._clock.wall_s()
+        with self._state:
+            self._ledger.begin_listing()
             fresh, self._fresh = self._fresh, {}
             uses, self._uses = self._uses, {}
         chains, namespace = self._chains, self.codec.namespace
         total, seen = 0, set[PageId]()
+        count = 0
         for listed in self._stored.pages():
             if self._closed:
                 return
+            self._go_on()
+            count += 1
             total += listed.bytes
             is_ours = listed.namespace == namespace
-            used_s = max(listed.used_s or 0.0, uses.get(listed.key, 0.0)) if is_ours else listed.used_s
+            used_s = self._use_of(listed, began_s)
+            if is_ours:
+                used_s = max(used_s or 0.0, uses.get(listed.key, 0.0))
             page = replace(listed, used_s=used_s)
-            if not chains.renew(page):
+            if not chains.renew(page, listed.used_s):
                 if len(chains) >= PAGES_MAX:
                     continue
-                if is_ours and page.key in fresh:
-                    chains.add(page, fresh[page.key])
-                else:
-                    chains.add_unread(page)
+                is_known = is_ours and page.key in fresh
+                chains.add(page, fresh[page.key] if is_known else None, listed.used_s, is_unread=not is_known)
             seen.add((page.namespace, page.key))
         chains.keep(seen)
+        self._listed_s, self._listed_pages = began_s, count
         with self._state:
             self._ledger.end_listing(total)
             self._state.notify_all()
+        self._limit_to_space()
+
+    def _use_of(self, listed: StoredPage, began_s: float) -> float | None:
+        """Return the last use of a page by this engine's clock: never later than the listing, and not before the last
+        listing if the page's time has changed since."""
+        used_s = listed.used_s
+        if used_s is None:
+            return None
+        if self._listed_s is not None and self._chains.listed_s(listed.id) != used_s:
+            used_s = max(used_s, self._listed_s)
+        return min(used_s, began_s)
+
+    def _go_on(self) -> None:
+        """Show other engines that the sweep makes progress."""
+        if self._shared is not None:
+            self._shared.continue_sweep()
 
     def _sweep(self) -> None:
+        removed_pages = self._make_room(self._excess())
+        if self._shared is not None and not self._closed:
+            with self._state:
+                left_bytes = self._ledger.used_bytes - self._ledger.since_bytes
+            self._shared.end_sweep(max(0, self._listed_pages - removed_pages), max(0, left_bytes))
+
+    def _excess(self) -> int:
+        """Return how many bytes to remove; 0 or less for none."""
         with self._state:
-            capacity, used = self._ledger.capacity_bytes, self._ledger.used_bytes
+            capacity, used = self._ledger.limit_bytes, self._ledger.used_bytes
             is_full, self._is_full = self._is_full, False
-        if used <= HIGH_WATER * capacity and not is_full:
-            return
+            has_no_space, self._has_no_space = self._has_no_space, False
+        size, excess = self.codec.frame_bytes, 0
+        if used > HIGH_WATER * capacity or is_full:
+            # In a store of few pages, one page is more than the share to free.
+            excess = used - max(0, min(math.floor(LOW_WATER * capacity), capacity - size))
+        if has_no_space and self._clock() - self._made_space_s >= self._interval_s:
+            self._made_space_s = self._clock()
+            excess = max(excess, size, math.ceil(_FULL_SHARE * used))
+        return excess
+
+    def _make_room(self, excess: int) -> int:
+        """Remove the least recently used pages, tails first; return how many of the listed pages are gone."""
+        if excess <= 0:
+            return 0
         for page in self._chains.unread():
             if self._closed:
-                return
+                return 0
+            self._go_on()
             header = read_header(self._stored, page)
-            self._chains.add(page, None if header is None else parent_in(header))
-        # In a store of few pages, one page is more than the share to free.
-        excess = used - min(math.floor(LOW_WATER * capacity), capacity - self.codec.frame_bytes)
+            self._chains.read(page.id, None if header is None else parent_in(header))
         chosen = []
         for page in self._chains.tails_first():
             if excess <= 0:
                 break
             excess -= page.bytes
             chosen.append(page)
+        gone = 0
         while chosen and not self._closed:
             some, chosen = chosen[:_REMOVE_CHUNK], chosen[_REMOVE_CHUNK:]
             removed = self._stored.remove(some)
+            gone += len(some)
+            self._go_on()
             for page in some:
                 self._chains.discard((page.namespace, page.key))
             with self._state:
@@ -340,3 +460,4 @@ class CapacityLimit:
                 self._ledger.used_bytes = max(self._ledger.since_bytes, self._ledger.used_bytes - freed)
                 self._evicted_pages += removed
             self.on_evicted([page.key for page in some if page.namespace == self.codec.namespace])
+        return gone

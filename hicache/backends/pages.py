@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ..clock import SYSTEM_CLOCK, Clock
-from ..frame import Damage, FrameCodec, PageBuffer, PageView, TagStream, fill, first_bytes
+from ..frame import Damage, FrameCodec, PageBuffer, PageView, TagStream, fill, first_bytes, join
 from .base import GetOutcome, SetOutcome
 from .calls import parents_of
 from .errors import ErrorKind
@@ -199,7 +199,7 @@ class PageWrites(_Pages[SetOutcome]):
         self.parents = [parents[place] for place in first_of.values()]
         self.used_s: float | None = None  # the Unix time of the last use of pages from another store
         self._all_keys = keys
-        self._rejected_from = len(self.keys)
+        self.rejected_from = len(self.keys)  # the first rejected position
 
     def __iter__(self) -> Iterator[int]:
         for position in range(len(self.keys)):
@@ -215,7 +215,7 @@ class PageWrites(_Pages[SetOutcome]):
     @property
     def is_full(self) -> bool:
         """True after a page was rejected: further pages are not started."""
-        return self._rejected_from < len(self.keys)
+        return self.rejected_from < len(self.keys)
 
     def sealed(self, position: int) -> list[memoryview]:
         """Return the encoded page as the buffers to write, in order; together a multiple of 4096 bytes. They stay valid
@@ -229,10 +229,8 @@ class PageWrites(_Pages[SetOutcome]):
         buffers = self.sealed(position)
         if len(buffers) == 1:
             return buffers[0]
-        frame, end = self.codec.scratch_frame(), 0
-        for buffer in buffers:
-            frame[end : end + buffer.nbytes] = buffer
-            end += buffer.nbytes
+        frame = self.codec.scratch_frame()
+        join(buffers, frame)
         return frame
 
     def stored(self, position: int) -> None:
@@ -246,7 +244,7 @@ class PageWrites(_Pages[SetOutcome]):
     def reject(self, position: int, kind: str = "") -> None:
         """Report that a page does not fit; a `kind` is counted as an error. Reverts `stored`."""
         self._outcomes[position] = SetOutcome.REJECTED
-        self._rejected_from = min(self._rejected_from, position)
+        self.rejected_from = min(self.rejected_from, position)
         if kind:
             self.errors.append(kind)
 
@@ -257,7 +255,7 @@ class PageWrites(_Pages[SetOutcome]):
 
     def finish(self, kind: str = "") -> list[SetOutcome]:
         """Settle the remaining pages and return the outcomes of all keys of the call, including repeated ones."""
-        for position in range(self._rejected_from, len(self.keys)):
+        for position in range(self.rejected_from, len(self.keys)):
             self._outcomes[position] = self._outcomes[position] or SetOutcome.REJECTED
         known = dict(zip(self.keys, self._fail_open(kind, SetOutcome.ERROR), strict=True))
         outcomes: list[SetOutcome] = []

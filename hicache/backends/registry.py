@@ -47,6 +47,7 @@ Options: TypeAlias = Section | Mapping[str, object]
 _BUILT_IN: Mapping[str, str] = {
     "memory": "hicache.backends.memory:open_memory",
     "file": "hicache.backends.file:FileDriver",
+    "shared_files": "hicache.backends.shared_files:SharedFilesDriver",
     "levels": "hicache.backends.compose:open_levels",
     "sharded": "hicache.backends.compose:open_sharded",
     "redis": "hicache.backends.redis:RedisDriver",
@@ -57,12 +58,13 @@ _BUILT_IN: Mapping[str, str] = {
 # The factories for commands of the built-in backends: those whose stores outlive an engine and can be listed.
 _INSPECTED: Mapping[str, str] = {
     "file": "hicache.backends.file.inspection:FileInspection",
+    "shared_files": "hicache.backends.shared_files:SharedFilesDriver",
     "redis": "hicache.backends.redis:RedisDriver",
     "s3": "hicache.backends.s3:S3Driver",
     "mooncake": "hicache.backends.mooncake:MooncakeDriver",
 }
 # The built-in backends whose `capacity` is enforced by `limit`, because their servers have no such limit.
-_LIMITED = frozenset({"redis", "s3"})
+_LIMITED = frozenset({"redis", "s3", "shared_files"})
 
 
 @dataclass(frozen=True, slots=True)

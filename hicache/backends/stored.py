@@ -49,7 +49,7 @@ class StoredPages:
     """
 
     def __init__(self, driver: Inspects, name: str, clock: Clock = SYSTEM_CLOCK) -> None:
-        self._driver = driver
+        self.driver = driver
         self.clock = clock
         self._name = name
         self._closed = False
@@ -67,12 +67,12 @@ class StoredPages:
     def pages(self, namespace: str = "") -> Iterator[StoredPage]:
         """Yield the pages of the namespaces whose digest starts with `namespace`; see `Driver.pages`."""
         with self._translated():
-            yield from self._driver.pages(namespace, math.inf)
+            yield from self.driver.pages(namespace, math.inf)
 
     def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
         """See `Inspects.read_start`. REQUIRES: `bytes_max` is not 0."""
         with self._translated():
-            return self._driver.read_start(page, bytes_max, self.clock() + _STEP_S)
+            return self.driver.read_start(page, bytes_max, self.clock() + _STEP_S)
 
     def write(self, page: StoredPage, data: bytes, parent: bytes | None) -> bool:
         """Store `data`, whole or not at all, as that page; return False if it already exists or the store is full.
@@ -82,7 +82,7 @@ class StoredPages:
         """
         pages = SealedPage(page, data, parent, self.clock() + _STEP_S, self.clock)
         with self._translated():
-            self._driver.write(pages)
+            self.driver.write(pages)
             (outcome,) = pages.finish()
             if outcome is SetOutcome.ERROR:
                 raise StoreError(pages.errors[-1])
@@ -109,15 +109,15 @@ class StoredPages:
 
     def _remove(self, namespace: bytes, keys: list[bytes], found: list[Any] | None) -> tuple[int, Sequence[str]]:
         deadline = self.clock() + _STEP_S
-        if found is None and isinstance(self._driver, RemovesListed):
-            return self._driver.remove_listed(namespace, keys, deadline)
-        return self._driver.remove(namespace, keys, deadline, found)
+        if found is None and isinstance(self.driver, RemovesListed):
+            return self.driver.remove_listed(namespace, keys, deadline)
+        return self.driver.remove(namespace, keys, deadline, found)
 
     def close(self) -> None:
         """Close the driver. Idempotent."""
         if not self._closed:
             self._closed = True
-            self._driver.close()
+            self.driver.close()
 
 
 def _namespace_and_kind(page: StoredPage) -> tuple[bytes, bool]:

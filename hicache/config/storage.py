@@ -67,11 +67,42 @@ class FileStorage(Section):
     """Storage in local files."""
 
     type: Literal["file"] = Field(
-        description="The backend: `file`, `redis`, `s3`, `mooncake`, a daemon (`remote`), a composition (`levels`, "
-        "`sharded`), `memory` (for tests), an installed entry point of the group `hicache.backends`, or "
+        description="The backend: `file`, `shared_files`, `redis`, `s3`, `mooncake`, a daemon (`remote`), a "
+        "composition (`levels`, `sharded`), `memory` (for tests), an installed entry point of `hicache.backends`, or "
         "`module:Class`.",
     )
     options: FileStorageOptions = Field(description="Options of the backend; they depend on `type`.")
+    guard: GuardConfig = GuardConfig()
+
+
+class SharedFilesStorageOptions(Section):
+    """Options of the `shared_files` backend: one file per page in a directory that several machines share."""
+
+    path: FileSystemPath = Field(
+        description="Directory of the store on a shared file system; created if missing, in an existing directory. New "
+        "files get the permissions of those who can write to it (docs/formats/shared_files.md).",
+    )
+    capacity: TierSize = Field(
+        default=10 * GIB,
+        description="Limit of the store's size, the same in all engines; beyond it the least recently used pages are "
+        "removed (docs/storage.md).",
+    )
+    free_space_floor: Size = Field(
+        default=GIB,
+        description="Space of the file system that stays free for other programs, checked at each listing.",
+    )
+    io_threads: Count = Field(
+        default=8, ge=1, le=256,
+        description="Calls of the file system in flight, each with a thread and a buffer of one page. More hides "
+        "latency. When all of them hang, the store fails at once.",
+    )
+
+
+class SharedFilesStorage(Section):
+    """Storage in a shared directory."""
+
+    type: Literal["shared_files"] = Field(description="As above.")
+    options: SharedFilesStorageOptions = Field(description="Options of the backend.")
     guard: GuardConfig = GuardConfig()
 
 
@@ -186,6 +217,7 @@ def parts_of(options: object) -> Sequence[PartConfig]:
 # The sections of the built-in types of storage, whose options are checked; all others are plugins.
 STORAGE_SECTIONS: dict[str, type[Section]] = {
     "file": FileStorage,
+    "shared_files": SharedFilesStorage,
     "redis": RedisStorage,
     "s3": S3Storage,
     "mooncake": MooncakeStorage,
@@ -201,11 +233,12 @@ def _storage_kind(value: Any) -> str:
 
 
 StorageConfig: TypeAlias = (
-    FileStorage | RedisStorage | S3Storage | MooncakeStorage | RemoteStorage | LevelsStorage | ShardedStorage
-    | PluginStorage
+    FileStorage | SharedFilesStorage | RedisStorage | S3Storage | MooncakeStorage | RemoteStorage | LevelsStorage
+    | ShardedStorage | PluginStorage
 )  # fmt: skip
 AnyStorage: TypeAlias = Annotated[
     Annotated[FileStorage, Tag("file")]
+    | Annotated[SharedFilesStorage, Tag("shared_files")]
     | Annotated[RedisStorage, Tag("redis")]
     | Annotated[S3Storage, Tag("s3")]
     | Annotated[MooncakeStorage, Tag("mooncake")]

@@ -15,7 +15,7 @@ namespace.
     buffers       frames, pages whose payload is in foreign memory, and memory for encoded pages
 """
 
-from .buffers import PageBuffer, PageView, fill, first_bytes, header_of, without_first
+from .buffers import PageBuffer, PageView, fill, first_bytes, header_of, join, without_first
 from .codec import FrameCodec, TagStream, unseal
 from .compression import Compression
 from .header import (
@@ -48,6 +48,7 @@ __all__ = [
     "first_bytes",
     "frame_bytes",
     "header_of",
+    "join",
     "unseal",
     "without_first",
 ]

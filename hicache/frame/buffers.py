@@ -84,6 +84,14 @@ def fill(buffers: Sequence[memoryview], data: bytes | bytearray | memoryview) ->
     return without_first(buffers, start)
 
 
+def join(buffers: Sequence[memoryview], target: memoryview) -> None:
+    """Copy `buffers`, one after another, to the start of `target`. REQUIRES: they fit."""
+    end = 0
+    for buffer in buffers:
+        target[end : end + buffer.nbytes] = buffer
+        end += buffer.nbytes
+
+
 def without_first(buffers: Sequence[memoryview], size: int) -> list[memoryview]:
     """Return the buffers of all bytes after the first `size`: the remaining bytes after a short transfer."""
     for number, buffer in enumerate(buffers):

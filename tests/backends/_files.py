@@ -38,7 +38,7 @@ FORMS = {
 }
 # Stores that a test has opened and may still be open: the fixture `stores_end` closes them, the last one first.
 OPENED: list[Storage | StoredPages] = []
-SYSTEM_CALLS = tuple(name for name in vars(System) if not name.startswith("_"))
+SYSTEM_CALLS = tuple(name for name in vars(System) if not name.startswith("_") and callable(getattr(System, name)))
 
 
 def open_file(

@@ -435,7 +435,7 @@ def test_a_page_to_be_read_is_a_head_until_its_header_is_known(tmp_path: Path) -
     chains, (head, tail) = Chains(), make_keys(2)
     pages = [StoredPage(CODEC.namespace, key, PAGE, 0.0) for key in (head, tail)]
     for page in pages:
-        chains.add_unread(page)
+        chains.add(page, None, is_unread=True)
     assert (chains.heads(), sorted(page.key for page in chains.unread())) == (2, sorted([head, tail]))
     chains.add(pages[1], head)
     assert (chains.heads(), [page.key for page in chains.unread()]) == (1, [head])

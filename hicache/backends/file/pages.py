@@ -9,8 +9,9 @@ A file at a page's name is not trusted: it is opened without following a link an
 and must be a regular file with the size of a page.
 
 Locking design: the only changing fields of `PageFiles` are `direct_io`, which only changes from True to False, and
-`_fans`, which any thread replaces as a whole. `write` and `read` may run in any threads at the same time; `publish` and
-`remove` run under the store's lock (see `store`).
+`_fans`, which any thread replaces as a whole. `write` and `read` may run in any threads at the same time; a file store
+publishes and removes under its lock (see `store`). Without a lock, as in a shared directory, a race makes one of the
+calls fail.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import os
 import stat
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from ...frame import Damage, TagStream, without_first
 
@@ -69,6 +70,9 @@ class System:
     NotADirectoryError, and the link's target is not accessed. The operating system resolves a path without `dir_fd`.
     """
 
+    # The permissions of group and others for new files and directories, whatever the umask is.
+    shared_mode = 0
+
     # Calls by descriptor are used directly, without a Python frame around each.
     close = staticmethod(os.close)
     fstat = staticmethod(os.fstat)
@@ -101,7 +105,10 @@ class System:
                 os.close(fd)
 
     def open(self, path: str, flags: int, mode: int = FILE_MODE, *, dir_fd: int | None = None) -> int:
-        return self._walk(path, dir_fd, lambda name, fd: os.open(name, flags, mode, dir_fd=fd))
+        fd = self._walk(path, dir_fd, lambda name, above: os.open(name, flags, mode, dir_fd=above))
+        if self.shared_mode and flags & os.O_EXCL:
+            os.fchmod(fd, mode | (self.shared_mode & 0o666))
+        return fd
 
     def lstat(self, path: str, *, dir_fd: int | None = None) -> os.stat_result:
         return self._walk(path, dir_fd, lambda name, fd: os.stat(name, dir_fd=fd, follow_symlinks=False))
@@ -139,8 +146,19 @@ class System:
     def unlink(self, path: str, *, dir_fd: int) -> None:
         self._walk(path, dir_fd, lambda name, fd: os.unlink(name, dir_fd=fd))
 
-    def mkdir(self, path: str, *, dir_fd: int) -> None:
-        self._walk(path, dir_fd, lambda name, fd: os.mkdir(name, DIR_MODE, dir_fd=fd))
+    def mkdir(self, path: str, *, dir_fd: int | None = None) -> None:
+        self._walk(path, dir_fd, self._mkdir)
+
+    def _mkdir(self, name: str, dir_fd: int | None) -> None:
+        os.mkdir(name, DIR_MODE, dir_fd=dir_fd)
+        if self.shared_mode:
+            set_group_id = os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode & stat.S_ISGID
+            os.chmod(name, DIR_MODE | self.shared_mode | set_group_id, dir_fd=dir_fd)
+
+    def utime(self, path: str, used_ns: int | None, *, dir_fd: int) -> None:
+        """Set the times of a file; None for now, by the clock of the file system if it has one."""
+        given: dict[str, Any] = {} if used_ns is None else {"ns": (used_ns, used_ns)}
+        self._walk(path, dir_fd, lambda name, fd: os.utime(name, dir_fd=fd, follow_symlinks=False, **given))
 
     def rmdir(self, path: str, *, dir_fd: int) -> None:
         self._walk(path, dir_fd, lambda name, fd: os.rmdir(name, dir_fd=fd))
@@ -251,11 +269,16 @@ class PageFiles:
 
     def present(self, name: str) -> bool:
         """Return True if a regular file of a valid size exists. Raises OSError, except for a missing file."""
-        return self._is_page(self._system.lstat, name)
+        return self.find(name) is not None
 
-    def _is_page(self, lstat: Callable[..., os.stat_result], name: str) -> bool:
+    def find(self, name: str) -> os.stat_result | None:
+        """Return the state of a regular file of a valid size, or None. Raises OSError, except for a missing file."""
+        found = look(self._system, self._root_fd, name)
+        return found if found is not None and self._fits(found.st_size) and stat.S_ISREG(found.st_mode) else None
+
+    def _is_page(self, name: str) -> bool:
         try:
-            found = lstat(name, dir_fd=self._root_fd)
+            found = self._system.lstat_listed(name, dir_fd=self._root_fd)
         except (FileNotFoundError, NotADirectoryError):
             return False
         return self._fits(found.st_size) and stat.S_ISREG(found.st_mode)
@@ -265,14 +288,14 @@ class PageFiles:
 
         It lists the directories once, so it may miss a page in a newer directory.
         """
-        lstat, fans = self._system.lstat_listed, None
+        fans: frozenset[str] | None = None
 
         def present(key: bytes) -> bool:
             nonlocal fans
             if fans is None:
                 fans = self._fans_of(namespace_hex)
             text = key.hex()
-            return text[:2] in fans and self._is_page(lstat, f"{namespace_hex}/{text[:2]}/{text}")
+            return text[:2] in fans and self._is_page(f"{namespace_hex}/{text[:2]}/{text}")
 
         return present
 
@@ -394,7 +417,7 @@ class PageFiles:
     def publish(self, temporary: str, name: str) -> None:
         """Rename a written file atomically, replacing an existing one. Raises OSError.
 
-        REQUIRES: the store's lock. Creates the page's directories, replacing a link or a file.
+        Creates the page's directories, replacing a link or a file.
         """
         system, root_fd = self._system, self._root_fd
         try:
@@ -410,7 +433,7 @@ class PageFiles:
 
 def make_folder(system: System, root_fd: int, name: str) -> None:
     """Create a directory of the store if it does not exist. Remove a link or a file of that name, but not the link's
-    target. REQUIRES: the store's lock. Raises OSError."""
+    target. Raises OSError."""
     try:
         return system.mkdir(name, dir_fd=root_fd)
     except FileExistsError:

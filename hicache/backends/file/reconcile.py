@@ -186,7 +186,7 @@ def reconcile(index: Index, system: System, root_fd: int, *, keep_damaged: bool 
             for fan in range(_FANS)
         )
         if not kept and namespace in on_disk:
-            _remove_empty(system, root_fd, namespace.hex())
+            remove_empty(system, root_fd, namespace.hex())
     index.recount()
 
 
@@ -245,7 +245,7 @@ def _reconcile_page(
     return True
 
 
-def _remove_empty(system: System, root_fd: int, namespace_hex: str) -> None:
+def remove_empty(system: System, root_fd: int, namespace_hex: str) -> None:
     """Remove the directories of a namespace without pages, such as that of an old epoch."""
     with contextlib.suppress(OSError):
         for name in listed(system, root_fd, namespace_hex) or ():

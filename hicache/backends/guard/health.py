@@ -257,6 +257,10 @@ def _causes() -> dict[str, _Cause]:
             "Look at the load of the server, the disk and the network; a longer transfer.storage_deadline helps a "
             "store that is only slow",
         ),
+        (kind.HANGS,): _Cause(
+            "its mount hangs: calls of the system do not return",
+            "Look at the file server and the network; the store is used again by itself",
+        ),
         (BUSY, kind.BUSY, kind.THROTTLED, kind.TOO_MANY_CONNECTIONS, kind.NO_BUFFER): _Cause(
             "it is overloaded ({cause})", "Use fewer engines or connections for this store, or a faster store"
         ),

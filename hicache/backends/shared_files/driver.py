@@ -1,0 +1,487 @@
+"""The driver of shared files: one page per file in a directory that many machines mount. No lock, no index, no service.
+
+A page is written to a temporary file beside its final name and renamed, so it appears whole. A lookup is a `stat`. The
+modification time of a file is its last use. The names that a call publishes appear in the order of its keys, so a
+reader that finds a page also finds the pages of the call before it. docs/formats/shared_files.md specifies the format.
+
+**A mount that hangs holds no thread of an engine and no frame.** Every call of the system that an engine waits for can
+be left at its deadline (see `threads`). The price is one copy per page.
+
+A server that restarts may forget handles of files (ESTALE). Each step is then tried once more from the root, which is
+opened again.
+
+Locking design: `_touched_lock` guards `_touched`; it is held for a few instructions. `_rejection` is a hint, written by
+any thread. The lease and the listing belong to the thread of the sweeps, or of a tool.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import itertools
+import logging
+import secrets
+import stat
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from ...arguments import instance
+from ...clock import SYSTEM_CLOCK, Clock
+from ...config.storage import SharedFilesStorageOptions
+from ...errors import BackendUnavailable, PageUnreadable
+from ...frame import FrameCodec, fill, join
+from ..base import PageId, StoredPage, Usage
+from ..driver import Answer, Swept
+from ..errors import ErrorKind, StoreError
+from ..file.pages import (
+    FULL_ERRNOS,
+    Identity,
+    NotThePage,
+    PageFiles,
+    System,
+    error_name,
+    look,
+    make_folder,
+    page_name,
+    read_start,
+    remove_damaged,
+)
+from ..pages import SETTLE_S, PageReads, PageWrites
+from ..prefix import stored_prefix
+from .lease import SweepLease
+from .listing import Listing
+from .root import Root, open_root, reopen
+from .threads import AbandonableCalls, Lent
+
+_log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_OPEN_S = 10.0
+_CLOSE_S = 5.0
+# A page that is used all the time is touched once in this time, by each engine and by all of them together.
+TOUCH_S = 60.0
+_TOUCHED_MAX = 1 << 16
+# Removals of one round: the calls of engines wait for the threads no longer than one round takes.
+_REMOVED_AT_ONCE = 64
+_LATE: str = ErrorKind.DEADLINE
+
+
+class SharedFilesDriver:
+    """Pages in the files of a shared directory. See the module's docstring; `Driver` describes each function. The
+    identity of a file distinguishes it from its successor.
+
+    `codec` is None for a tool: then the store must exist. The constructor raises NotOurs, and BackendUnavailable for a
+    directory that cannot be used, also if the mount does not answer within 10 s. Open it after a fork. `system` is for
+    tests.
+    """
+
+    def __init__(
+        self, codec: FrameCodec | None, options: SharedFilesStorageOptions, *, system: System | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:  # fmt: skip
+        self.options = instance("options", options, SharedFilesStorageOptions)
+        self._clock = clock
+        self._system = System() if system is None else system
+        self._is_tool = codec is None
+        self._calls = AbandonableCalls(options.io_threads, clock)
+        self._root = self._open()
+        self._files = PageFiles(
+            self._root.fd, (lambda length: True) if codec is None else codec.fits, system=self._system,
+            direct_io=False, sync=False,
+        )  # fmt: skip
+        self._lease = SweepLease(self._system, self._root, clock)
+        self._listing = Listing(self._system, self._root, clock, self._fresh)
+        self._writer, self._serial = secrets.token_hex(6), itertools.count(1)
+        self._touched: dict[PageId, float] = {}
+        self._touched_lock = threading.Lock()
+        self._rejection: str | None = None
+
+    def _open(self) -> Root:
+        def open_it() -> Root:
+            return open_root(self.options.path, create=not self._is_tool, system=self._system)
+
+        def close(late: Root | None) -> None:
+            if late is not None:
+                self._system.close(late.fd)
+
+        try:
+            root = self._calls.one(open_it, self._clock() + _OPEN_S, close)
+            if root is None:
+                raise BackendUnavailable(
+                    f"shared files {self.options.path}: the file system did not answer for {_OPEN_S:.0f} s; check the "
+                    "mount and its server"
+                )
+        except BaseException:
+            self._calls.close(0.0)
+            raise
+        return root
+
+    def _fresh(self, call: Callable[..., T], *args: Any) -> T:
+        """Return `call(*args)`, tried once more with a fresh handle of the root after ESTALE. Raises OSError."""
+        try:
+            return call(*args)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+        reopen(self._root, self._system)
+        return call(*args)
+
+    # Lookups and uses
+
+    def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[Answer]:
+        """See Driver. One stat per key, in parallel."""
+        return self._look_up(namespace, keys, deadline, is_use=False)
+
+    def find_prefix(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
+        """See FindsPrefixes. Exact for a few keys; for many keys a search, see `stored_prefix`."""
+        kinds: list[str] = []
+
+        def ask(positions: Sequence[int]) -> list[bool]:
+            answers = self.find(namespace, [keys[position] for position in positions], deadline)
+            kinds.extend(answer for answer in answers if isinstance(answer, str))
+            return [answer is True for answer in answers]
+
+        return stored_prefix(len(keys), ask), kinds
+
+    def touch(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[Answer]:
+        """See Touches. One stat per key, and a change of its time if that is older than a minute."""
+        return self._look_up(namespace, keys, deadline, is_use=True)
+
+    def _look_up(self, namespace: bytes, keys: Sequence[bytes], deadline: float, *, is_use: bool) -> list[Answer]:
+        answers: list[Answer] = [_LATE] * len(keys)
+        folder = namespace.hex()
+
+        def look_up(position: int) -> None:
+            name = page_name(folder, keys[position])
+            try:
+                found = self._fresh(self._files.find, name)
+                if found is not None and is_use:
+                    self._use(name, (namespace, keys[position]), found.st_mtime)
+                answers[position] = found is not None
+            except OSError as error:
+                answers[position] = error_name(error)
+
+        self._calls.each(len(keys), look_up, deadline)
+        return list(answers)  # a thread that hangs may still write into the other list
+
+    def _use(self, name: str, page: PageId, used_s: float) -> None:
+        """Record the use of a page whose file has the time `used_s`, at most once per TOUCH_S. A failure costs only the
+        recency."""
+        now_s = self._clock()
+        with self._touched_lock:
+            if now_s - self._touched.pop(page, -TOUCH_S) < TOUCH_S or abs(self._clock.wall_s() - used_s) < TOUCH_S:
+                self._touched[page] = now_s
+                return
+            self._touched[page] = now_s
+            while len(self._touched) > _TOUCHED_MAX:
+                del self._touched[next(iter(self._touched))]
+        with contextlib.suppress(OSError):
+            self._system.utime(name, None, dir_fd=self._root.fd)
+
+    # Reads
+
+    def read(self, pages: PageReads[Identity | None]) -> None:
+        """See Driver. The pages in parallel, each through a buffer of its thread."""
+        lent, namespace, keys = Lent(pages), pages.codec.namespace, pages.keys
+
+        def read_one(position: int) -> None:
+            with lent.use() as mine:
+                if mine is None or mine.is_late:
+                    return
+            name = page_name(namespace.hex(), keys[position])
+            used_s = self._read(lent, name, position)
+            if used_s is not None:
+                self._use(name, (namespace, keys[position]), used_s)
+
+        try:
+            self._calls.each(len(pages), read_one, pages.deadline)
+        finally:
+            lent.take_back()
+
+    def _read(self, lent: Lent[PageReads[Identity | None]], name: str, position: int) -> float | None:
+        """Read one page into this thread's buffer, and from there into the caller's if it still waits. Return the time
+        of the file for a hit."""
+        data = memoryview(b"")
+
+        def buffer(size: int) -> list[memoryview]:
+            nonlocal data
+            data = self._calls.buffer(size)
+            return [data]
+
+        def read() -> tuple[Identity, Any]:
+            with lent.use() as mine:
+                arrived = None if mine is None else mine.stream()
+            return self._files.read(name, buffer, arrived), arrived
+
+        found, failure, other = None, "", None
+        try:
+            found, arrived = self._fresh(read)
+        except FileNotFoundError:
+            pass
+        except NotThePage as error:
+            other = error
+        except OSError as error:
+            failure = error_name(error)
+        with lent.use() as mine:
+            if mine is None:
+                return None
+            if failure:
+                mine.fail(position, failure)
+            elif other is not None:
+                mine.damage(position, other.reason, other.found)
+            elif found is None:
+                mine.miss(position)
+            else:
+                fill(mine.buffers(position, len(data)), data)
+                if mine.accept(position, len(data), found, arrived):
+                    return found[1] / 1e9
+            if other is not None and other.stays:
+                mine.miss(position)
+        return None
+
+    # Writes
+
+    def write(self, pages: PageWrites) -> None:
+        """See Driver. The missing pages are written in parallel, and appear head first when all are written."""
+        namespace, keys = pages.codec.namespace, pages.keys
+        missing: list[int] = []
+        for position, answer in enumerate(self._look_up(namespace, keys, pages.deadline, is_use=True)):
+            if answer is False:
+                missing.append(position)
+            elif answer is True:
+                pages.present(position)
+            else:
+                pages.fail(position, answer)
+        if missing:
+            self._rejection = None
+            written = self._write_files(pages, missing)
+            self._publish(pages, written)
+
+    def _write_files(self, pages: PageWrites, missing: Sequence[int]) -> dict[int, str]:
+        """Write the missing pages to temporary files; return their names by position. Reports the pages that failed."""
+        lent, written = Lent(pages), dict[int, str]()
+        folder, keys, used_s = pages.codec.namespace.hex(), pages.keys, pages.used_s
+
+        def write_one(number: int) -> None:
+            position = missing[number]
+            with lent.use() as mine:
+                if mine is None or mine.is_late or mine.is_full:
+                    return
+                sealed = mine.sealed(position)
+                data = self._calls.buffer(sum(part.nbytes for part in sealed))
+                join(sealed, data)
+                del sealed  # views of the caller's page
+            temporary, failure = "", None
+            try:
+                temporary = self._fresh(self._write, page_name(folder, keys[position]), data, used_s)
+            except OSError as error:
+                failure = error
+            with lent.use() as mine:
+                if mine is not None and failure is None:
+                    written[position] = temporary
+                    return
+                if mine is not None and failure is not None:
+                    self._refuse(mine, position, failure)
+            if temporary:
+                self._discard(temporary)
+
+        try:
+            self._calls.each(len(missing), write_one, pages.deadline)
+        finally:
+            lent.take_back()
+        return written
+
+    def _write(self, name: str, data: memoryview, used_s: float | None) -> str:
+        """Write a new temporary file beside the page `name`; return its name. Raises OSError, and leaves no file then.
+        """
+        folder, _, key = name.rpartition("/")
+        # A name that GlusterFS places like the final one: a rename then moves no data.
+        temporary = f"{folder}/.{key}.{self._writer}{next(self._serial)}"
+        try:
+            try:
+                self._files.write(temporary, [data])
+            except (FileNotFoundError, NotADirectoryError):
+                for above in (folder.partition("/")[0], folder):
+                    make_folder(self._system, self._root.fd, above)
+                self._files.write(temporary, [data])
+            if used_s is not None:
+                self._system.utime(temporary, int(used_s * 1e9), dir_fd=self._root.fd)
+        except OSError:
+            self._discard(temporary)
+            raise
+        return temporary
+
+    def _publish(self, pages: PageWrites, written: dict[int, str]) -> None:
+        """Rename the written files in the order of their pages, and report them. After a page without room, none is
+        published: its successors would follow a hole."""
+        folder, keys = pages.codec.namespace.hex(), pages.keys
+        until = max(pages.deadline, self._clock() + SETTLE_S)
+        rejected_from = pages.rejected_from
+        # None once the page has its name.
+        results: dict[int, OSError | None] = {}
+        lent = Lent(results)
+
+        def publish(number: int) -> None:
+            for position, temporary in sorted(written.items()):
+                result: OSError | None = None
+                with lent.use() as mine:
+                    is_wanted = mine is not None and position < rejected_from
+                if is_wanted:
+                    try:
+                        self._fresh(self._files.publish, temporary, page_name(folder, keys[position]))
+                    except OSError as error:
+                        result = error
+                if not is_wanted or result is not None:
+                    self._discard(temporary)
+                with lent.use() as mine:
+                    if mine is not None and is_wanted:
+                        mine[position] = result
+
+        try:
+            self._calls.each(1 if written else 0, publish, until)
+        finally:
+            lent.take_back()
+        for position, result in sorted(results.items()):
+            if result is None:
+                pages.stored(position)
+            else:
+                self._refuse(pages, position, result)
+
+    def _refuse(self, pages: PageWrites, position: int, error: OSError) -> None:
+        """Report a page that could not be written: rejected if the file system or a quota has no room for it."""
+        reason = error_name(error)
+        if error.errno in FULL_ERRNOS:
+            self._rejection = f"the file system says {reason}: no room, a quota, or mounted read-only; make room, or " \
+                              "lower capacity below the quota"  # fmt: skip
+            pages.reject(position, reason)
+        else:
+            pages.fail(position, reason)
+
+    def _discard(self, temporary: str) -> None:
+        with contextlib.suppress(OSError):  # removed by its age later
+            self._system.unlink(temporary, dir_fd=self._root.fd)
+
+    @property
+    def rejection(self) -> str | None:
+        """See ExplainsRejections."""
+        return self._rejection
+
+    # Removals
+
+    def remove(
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[Identity | None] | None = None
+    ) -> tuple[int, Sequence[str]]:
+        """See Driver. In parallel, a round of files at a time."""
+        removed = [False] * len(keys)
+        kinds = [_LATE] * len(keys)
+        folder = namespace.hex()
+
+        def remove_one(position: int) -> None:
+            name = page_name(folder, keys[position])
+            try:
+                if found is None:
+                    removed[position] = self._fresh(self._remove, name)
+                else:
+                    removed[position] = self._fresh(self._remove_found, name, found[position])
+                kinds[position] = ""
+            except OSError as error:
+                kinds[position] = error_name(error)
+
+        for start in range(0, len(keys), _REMOVED_AT_ONCE):
+            count = min(_REMOVED_AT_ONCE, len(keys) - start)
+            if not self._calls.each(count, functools.partial(_from, start, remove_one), deadline):
+                break
+        return sum(removed), [kind for kind in kinds if kind]
+
+    def _remove(self, name: str) -> bool:
+        try:
+            self._system.unlink(name, dir_fd=self._root.fd)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+            return False
+        return True
+
+    def _remove_found(self, name: str, found: Identity | None) -> bool:
+        there = look(self._system, self._root.fd, name) is not None
+        remove_damaged(self._system, self._root.fd, name, found)
+        return there and look(self._system, self._root.fd, name) is None
+
+    # The whole store, on the caller's thread: sweeps, measurements and tools
+
+    def pages(self, namespace: str, deadline: float) -> Iterator[StoredPage]:
+        """See Driver. Holds the names of one directory of pages. Directories that vanish are skipped."""
+        try:
+            yield from self._listing.pages(namespace)
+        except OSError as error:
+            raise StoreError(error_name(error)) from error
+
+    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:
+        """See Inspects."""
+        name = page_name(page.namespace.hex(), page.key)
+
+        def read() -> bytes | None:
+            found = look(self._system, self._root.fd, name)
+            if found is None or not stat.S_ISREG(found.st_mode):
+                return None if found is None else b""
+            return read_start(self._system, self._root.fd, name, bytes_max)
+
+        try:
+            return self._fresh(read)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            raise PageUnreadable(f"shared files {self._root.path}: page {name}: {error}; check the server") from error
+
+    def measure(self) -> Usage:
+        """See Driver. The result of the last sweep; without one, of a listing."""
+        swept = self._lease.swept
+        if swept.ended:
+            return Usage(swept.pages, swept.bytes, None)
+        sizes = [page.bytes for page in self.pages("", 0.0)]
+        return Usage(len(sizes), sum(sizes), None)
+
+    def free_bytes(self) -> int:
+        """See HasFreeSpace: what the file system has free above `free_space_floor`."""
+        space = self._for_sweep(self._system.statvfs, self._root.fd)
+        return space.f_bavail * space.f_frsize - self.options.free_space_floor
+
+    @property
+    def swept(self) -> Swept:
+        """See SharesSweeps."""
+        return self._lease.swept
+
+    def begin_sweep(self, needs_room: bool) -> bool:
+        """See SharesSweeps."""
+        return self._for_sweep(self._lease.visit, needs_room)
+
+    def continue_sweep(self) -> None:
+        """See SharesSweeps."""
+        self._for_sweep(self._lease.beat)
+
+    def end_sweep(self, pages: int, size_bytes: int) -> None:
+        """See SharesSweeps."""
+        self._for_sweep(self._lease.end, pages, size_bytes)
+        self._for_sweep(self._listing.tidy)
+
+    def _for_sweep(self, call: Callable[..., T], *args: Any) -> T:
+        try:
+            return self._fresh(call, *args)
+        except OSError as error:
+            raise BackendUnavailable(f"shared files {self._root.path}: {error}; check the server") from error
+
+    def close(self) -> None:
+        """See Driver. Waits at most some seconds for threads that hang; the root then stays open for them."""
+        if not self._is_tool:
+            with contextlib.suppress(OSError, StoreError):
+                self._calls.each(1, lambda number: self._lease.release(), self._clock() + SETTLE_S)
+        if self._calls.close(_CLOSE_S):
+            self._system.close(self._root.fd)
+        else:
+            _log.warning("shared files %s: calls of the system still hang; their threads end when these return",
+                         self._root.path)  # fmt: skip
+
+
+
+def _from(start: int, work: Callable[[int], None], number: int) -> None:
+    work(start + number)

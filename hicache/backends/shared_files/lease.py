@@ -1,0 +1,153 @@
+"""Who lists and sweeps: one engine for all that share a store, by a lease in the file `sweeper` of its root.
+
+The file names its owner, and has the size of the store after the last listing. The owner writes it when a listing
+begins, every BEAT_S during it, and at its end; the others read it, so that N engines do not list N times. An engine
+takes the lease over if
+
+    the file is missing or damaged, or its owner has closed its store
+    its content has not changed for LEASE_S
+    it needs room, no listing is in progress, and the content has not changed for URGENT_S
+
+Each engine measures these times with its own clock, from when it first saw the content, so clocks may differ. Only at
+its first visit it compares the time in the file with its own. A file is replaced by a rename. If two engines take the
+lease at once, both list once, and the second one keeps it; nothing else depends on the lease.
+
+Locking design: belongs to the thread of the sweeps, except for `swept`, which is one reference.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import math
+import secrets
+from dataclasses import asdict, dataclass, replace
+
+from ...clock import Clock
+from ..driver import Swept
+from ..file.pages import CREATE_FLAGS, FULL_ERRNOS, System, read_start
+from .root import Root
+
+LEASE_FILE = "sweeper"
+LEASE_S = 180.0  # three intervals between listings: see `limit`
+BEAT_S = 10.0
+URGENT_S = 15.0
+_BYTES_MAX = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class _Lease:
+    """The content of the file. `begun` and `ended` are the numbers of the newest listing and of the newest complete
+    one, whose result `pages` and `bytes` are. `owner` is empty after its store was closed."""
+
+    owner: str = ""
+    begun: int = 0
+    ended: int = 0
+    beats: int = 0
+    pages: int = 0
+    bytes: int = 0
+    written_s: float = 0.0
+
+
+class SweepLease:
+    """See the module's docstring. All methods block on the file system and raise OSError."""
+
+    def __init__(self, system: System, root: Root, clock: Clock) -> None:
+        self._system = system
+        self._root = root
+        self._clock = clock
+        self._owner = secrets.token_hex(8)
+        self._found: _Lease | None = None
+        self._is_first = True
+        self._seen_at_s = -math.inf  # when this content was first seen
+        self._written_at_s = -math.inf
+        self._is_listing = False
+        self._is_recorded = False  # the file shows the listing in progress
+        self.swept = Swept(0, 0, 0, 0)
+
+    def visit(self, needs_room: bool) -> bool:
+        """Read the file. Return True if it is this engine's turn, and record that its listing begins."""
+        self._look()
+        found = self._found or _Lease()
+        if not self._is_free(needs_room):
+            return False
+        self._is_listing, self._is_recorded = True, False
+        try:
+            self._write(replace(found, owner=self._owner, begun=found.begun + 1, beats=0))
+            self._is_recorded = True
+        except OSError as error:
+            # Without room the sweep goes on, because it makes room. On a read-only mount others must sweep.
+            self._is_listing = error.errno != errno.EROFS
+            if error.errno not in FULL_ERRNOS:
+                raise
+        return self._is_listing
+
+    def _look(self) -> None:
+        found, is_first = self._read(), self._is_first
+        if is_first or found != self._found:
+            self._found, self._seen_at_s = found, self._clock()
+        self._is_first = False
+        if is_first and found is not None and abs(self._clock.wall_s() - found.written_s) > LEASE_S:
+            self._seen_at_s = -math.inf
+        if found is not None:
+            self.swept = Swept(found.pages, found.bytes, found.begun, found.ended)
+
+    def _is_free(self, needs_room: bool) -> bool:
+        found = self._found
+        if found is None or found.owner in ("", self._owner):
+            return True
+        is_urgent = needs_room and found.begun == found.ended
+        return self._clock() - self._seen_at_s >= (URGENT_S if is_urgent else LEASE_S)
+
+    def beat(self) -> None:
+        """Show that the listing makes progress, every BEAT_S. Cheap in between."""
+        if self._is_listing and self._clock() - self._written_at_s >= BEAT_S and (found := self._ours()):
+            self._write(replace(found, beats=found.beats + 1))
+
+    def end(self, pages: int, size_bytes: int) -> None:
+        """Record the size of the store after the listing of this engine and its removals."""
+        self._is_listing = False
+        found = self._read() or _Lease()
+        number = found.begun if self._is_recorded else found.begun + 1
+        if found.owner == self._owner or not self._is_recorded:
+            self._write(replace(
+                found, owner=self._owner, begun=number, ended=number, beats=0, pages=pages, bytes=size_bytes
+            ))  # fmt: skip
+
+    def release(self) -> None:
+        """Let another engine take the lease at once."""
+        self._is_listing = False
+        if found := self._ours():
+            self._write(replace(found, owner="", begun=found.ended))
+
+    def _ours(self) -> _Lease | None:
+        """Return the content if this engine has the lease."""
+        found = self._read()
+        return found if found is not None and found.owner == self._owner else None
+
+    def _read(self) -> _Lease | None:
+        try:
+            data = read_start(self._system, self._root.fd, LEASE_FILE, _BYTES_MAX)
+            found = _Lease(**json.loads(data))
+        except (FileNotFoundError, ValueError, TypeError, RecursionError):
+            return None
+        is_valid = all(type(value) is type(default) for value, default in zip(
+            asdict(found).values(), asdict(_Lease()).values(), strict=True))  # fmt: skip
+        return found if is_valid and min(found.begun, found.ended, found.pages, found.bytes) >= 0 else None
+
+    def _write(self, lease: _Lease) -> None:
+        system, fd = self._system, self._root.fd
+        lease = replace(lease, written_s=self._clock.wall_s())
+        temporary = f".{LEASE_FILE}.{self._owner}"
+        with contextlib.suppress(FileNotFoundError):
+            system.unlink(temporary, dir_fd=fd)
+        file = system.open(temporary, CREATE_FLAGS, dir_fd=fd)
+        try:
+            system.pwritev(file, [memoryview(json.dumps(asdict(lease)).encode() + b"\n")], 0)
+        finally:
+            system.close(file)
+        system.rename(temporary, LEASE_FILE, dir_fd=fd)
+        self._found, self._seen_at_s = lease, self._clock()
+        self._written_at_s = self._clock()
+        self.swept = Swept(lease.pages, lease.bytes, lease.begun, lease.ended)

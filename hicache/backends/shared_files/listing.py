@@ -1,0 +1,113 @@
+"""Lists a shared store, and removes what dead writers have left: old temporary files, and directories without pages.
+
+Names that are not those of pages are skipped. A directory or file that vanishes during the listing is skipped too:
+other engines remove pages at the same time.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from ...clock import Clock
+from ..base import StoredPage
+from ..file.pages import LIST_FLAGS, NOT_REGULAR, System, identity, is_hex
+from ..file.reconcile import remove_empty
+from .root import Root
+
+# A writer ends its work at a deadline of seconds. An hour also allows for clocks that differ.
+LEFTOVER_AGE_S = 3600.0
+# Leftovers that one sweep removes.
+_LEFTOVERS_MAX = 10_000
+# The file or directory was removed, or is a link; or only this one cannot be read.
+_OF_ONE_FILE = frozenset({
+    errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP, errno.EIO, errno.EUCLEAN, errno.EACCES,
+})  # fmt: skip
+
+
+def _is_temporary(name: str) -> bool:
+    return name.startswith(".") and is_hex(name[1:65], 64) and name[65:66] == "."
+
+
+class _of_one_file:
+    """Suppress the errors of one file or directory."""
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, where: object) -> bool:
+        return isinstance(error, OSError) and error.errno in _OF_ONE_FILE
+
+
+class Listing:
+    """See the module's docstring. `fresh` makes a call, and repeats it after ESTALE. Belongs to one thread. All
+    functions block and raise OSError."""
+
+    def __init__(self, system: System, root: Root, clock: Clock, fresh: Callable[[Callable[[], Any]], Any]) -> None:
+        self._system = system
+        self._root = root
+        self._clock = clock
+        self._fresh = fresh
+        self._temporaries: list[str] = []
+        self._unused: list[str] = []
+
+    def pages(self, prefix: str) -> Iterator[StoredPage]:
+        """Yield all pages of the namespaces whose digest starts with `prefix` in hexadecimal. Holds the names of one
+        directory of pages."""
+        self._temporaries, self._unused = [], []
+        names: list[str] = self._fresh(lambda: self._system.listdir(self._root.fd))
+        for namespace in sorted(name for name in names if is_hex(name, 64) and name.startswith(prefix)):
+            count = 0
+            for fan, _ in self._entries(namespace, lambda name: is_hex(name, 2)):
+                for page in self._pages_in(namespace, fan):
+                    count += 1
+                    yield page
+            if not count:
+                self._unused.append(namespace)
+
+    def _pages_in(self, namespace: str, fan: str) -> Iterator[StoredPage]:
+        folder, old_s = f"{namespace}/{fan}", self._clock.wall_s() - LEFTOVER_AGE_S
+        for name, found in self._entries(folder, lambda name: name.lstrip(".").startswith(fan)):
+            if is_hex(name, 64):
+                is_file = stat.S_ISREG(found.st_mode)
+                size_bytes, damage = (found.st_size, None) if is_file else (0, NOT_REGULAR)
+                key = bytes.fromhex(name)
+                yield StoredPage(bytes.fromhex(namespace), key, size_bytes, found.st_mtime, identity(found), damage)
+            elif _is_temporary(name) and found.st_mtime < old_s and len(self._temporaries) < _LEFTOVERS_MAX:
+                self._temporaries.append(f"{folder}/{name}")
+
+    def _entries(self, folder: str, is_wanted: Callable[[str], bool]) -> Sequence[tuple[str, os.stat_result]]:
+        """Return the wanted names in a directory, sorted, with their states; none if the directory is gone."""
+        system = self._system
+
+        def read() -> list[tuple[str, os.stat_result]]:
+            fd = system.open(folder, LIST_FLAGS, dir_fd=self._root.fd)
+            try:
+                found: list[tuple[str, os.stat_result]] = []
+                for name in sorted(filter(is_wanted, system.listdir(fd))):
+                    with _of_one_file():
+                        found.append((name, system.lstat(name, dir_fd=fd)))
+                return found
+            finally:
+                system.close(fd)
+
+        with _of_one_file():
+            entries: list[tuple[str, os.stat_result]] = self._fresh(read)
+            return entries
+        return []
+
+    def tidy(self) -> None:
+        """Remove the leftovers that the last listing has found: temporary files, and the directories of namespaces that
+        had no pages. Both only if they are older than an hour."""
+        system, root_fd = self._system, self._root.fd
+        for temporary in self._temporaries:
+            with _of_one_file():
+                system.unlink(temporary, dir_fd=root_fd)
+        for namespace in self._unused:
+            with _of_one_file():
+                if system.lstat(namespace, dir_fd=root_fd).st_mtime < self._clock.wall_s() - LEFTOVER_AGE_S:
+                    remove_empty(system, root_fd, namespace)
+        self._temporaries, self._unused = [], []

@@ -1,0 +1,112 @@
+"""The root of a shared store: an existing or new directory with a marker file, which other users may write too.
+
+Nothing here relies on locks or on owners: servers may map user ids, and groups share such directories. New files get
+the permissions that the root gives to those who can write to it, and no others: in a root of mode 0755 only this user
+reads the pages, in one of mode 0775 or 2775 its group does.
+
+`reopen` replaces the file behind the root's descriptor, not the descriptor: a call in progress never sees the number
+of another file.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from dataclasses import dataclass
+
+from ...errors import BackendUnavailable, NotOurs
+from ..file.pages import READ_FLAGS, System, read_start
+
+MARKER = "HICACHE_SHARED"
+_MARKER_TEXT = b"hicache shared files 1\n"
+_FILE_MARKER = "HICACHE_STORE"
+_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+# A server adds these to the root of a volume.
+_OF_VOLUMES = frozenset({"lost+found"})
+
+
+@dataclass(frozen=True, slots=True)
+class Root:
+    """An open root: its absolute path and its descriptor."""
+
+    path: str
+    fd: int
+
+
+def open_root(path: str | os.PathLike[str], *, create: bool, system: System) -> Root:
+    """Open a store's root. With `create`, turn an empty or missing directory into one; the directory above it must
+    exist, because a missing mount point is not created.
+
+    Blocks on the file system. Raises NotOurs for a directory with other files, BackendUnavailable for one that cannot
+    be used.
+    """
+    absolute = os.path.abspath(os.fspath(path))
+    try:
+        if create:
+            with contextlib.suppress(FileExistsError):
+                system.mkdir(absolute)
+        fd = system.open(absolute, _FLAGS)
+        try:
+            system.shared_mode = _given_to_writers(system.fstat(fd).st_mode)
+            _check_marker(absolute, fd, create, system)
+        except BaseException:
+            system.close(fd)
+            raise
+    except OSError as error:
+        if isinstance(error, NotOurs | BackendUnavailable):
+            raise
+        reason = error.strerror or type(error).__name__
+        raise BackendUnavailable(
+            f"shared files {absolute}: {reason}; check that the file system is mounted, and the permissions"
+        ) from error
+    return Root(absolute, fd)
+
+
+def reopen(root: Root, system: System) -> None:
+    """Open the root again after the server has forgotten its handle. Raises OSError, and changes nothing, unless the
+    store is at the same path."""
+    fd = system.open(root.path, _FLAGS)
+    try:
+        read_start(system, fd, MARKER, len(_MARKER_TEXT))
+        os.dup2(fd, root.fd, inheritable=False)
+    finally:
+        system.close(fd)
+
+
+def _given_to_writers(mode: int) -> int:
+    """Return the permissions of group and others in `mode`, of those that include writing."""
+    group = mode & stat.S_IRWXG if mode & stat.S_IWGRP else 0
+    return group | (mode & stat.S_IRWXO if mode & stat.S_IWOTH else 0)
+
+
+def _check_marker(path: str, fd: int, create: bool, system: System) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        text = read_start(system, fd, MARKER, len(_MARKER_TEXT) + 1)
+        if text == _MARKER_TEXT or not text:  # empty: another node is creating the store
+            return
+        raise BackendUnavailable(f"{path} has another version of the store; use another directory, or that version")
+    names = {name for name in system.listdir(fd) if not name.startswith(".")} - _OF_VOLUMES
+    if _FILE_MARKER in names:
+        raise NotOurs(f"{path} is a store of the backend `file`, which is for one machine; use another directory")
+    if not create:
+        raise NotOurs(f"{path} is not a HiCache store of shared files: it has no {MARKER} file")
+    if names - {MARKER}:
+        raise NotOurs(f"{path} is not empty and not a HiCache store of shared files; use a new sub-directory")
+    try:
+        marker = system.open(MARKER, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, dir_fd=fd)
+    except FileExistsError:
+        return  # another node has just created the store
+    try:
+        system.pwritev(marker, [memoryview(_MARKER_TEXT)], 0)
+    finally:
+        system.close(marker)
+
+
+def is_shared_store(path: str | os.PathLike[str]) -> bool:
+    """Return True if a directory has the marker. Raises OSError, except for a missing file."""
+    try:
+        os.close(os.open(os.path.join(path, MARKER), READ_FLAGS))
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    return True

@@ -1,0 +1,83 @@
+"""Calls of the operating system that their caller may leave at a deadline, because a mount may hang.
+
+A call runs on a thread of the pool, with a buffer of that thread. At the deadline the caller leaves: the thread stays
+in the call until the system returns. It uses the caller's pages only through `Lent`, so not after that. When all
+threads are held so, each further call fails at once.
+
+Locking design: `Lent._state` guards its fields. Each thread has its own buffer in `_buffers`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Generic, TypeVar
+
+from ...clock import Clock
+from ...supervised import SupervisedPool
+from ..errors import ErrorKind, StoreError
+
+T = TypeVar("T")
+
+
+class Lent(Generic[T]):
+    """A value that threads may use until its owner takes it back."""
+
+    def __init__(self, value: T) -> None:
+        self._state = threading.Condition()
+        self._value: T | None = value
+        self._users = 0
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[T | None]:
+        """Yield the value, which stays lent during the block; None after `take_back`."""
+        with self._state:
+            value = self._value
+            self._users += value is not None
+        try:
+            yield value
+        finally:
+            if value is not None:
+                with self._state:
+                    self._users -= 1
+                    self._state.notify_all()
+
+    def take_back(self) -> None:
+        """Wait for the blocks in progress, which do not block, and lend the value to no others."""
+        with self._state:
+            self._value = None
+            while self._users:
+                self._state.wait()
+
+
+class AbandonableCalls:
+    """See the module's docstring. Has `threads` threads. Deadlines are times of `clock`."""
+
+    def __init__(self, threads: int, clock: Clock) -> None:
+        self._threads = threads
+        self._buffers = threading.local()
+        # No `on_error`: the call of the store counts a page that a bug leaves without an outcome.
+        self._pool = SupervisedPool[Any]("shared-files", threads, clock=clock)
+
+    def one(self, call: Callable[[], T], deadline: float, late: Callable[[T | None], None]) -> T | None:
+        """Make a call; return its result, or None at the deadline: then `late` gets it. Raises as the call does."""
+        return self._pool.call(call, deadline, late=late)
+
+    def each(self, count: int, work: Callable[[int], None], deadline: float) -> bool:
+        """Call `work` for each position below `count`, several at a time. Return False if one has not ended by the
+        deadline. Raises StoreError if all threads hang."""
+        if self._pool.abandoned >= self._threads:
+            raise StoreError(ErrorKind.HANGS)
+        return self._pool.run_until(count, work, deadline)
+
+    def buffer(self, size: int) -> memoryview:
+        """Return `size` bytes of this thread's buffer."""
+        buffer: bytearray | None = getattr(self._buffers, "frame", None)
+        if buffer is None or len(buffer) < size:
+            buffer = self._buffers.frame = bytearray(size)
+        return memoryview(buffer)[:size]
+
+    def close(self, timeout_s: float) -> bool:
+        """End the threads. Return False if one still hangs after `timeout_s`."""
+        return self._pool.close(timeout_s)
