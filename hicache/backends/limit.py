@@ -53,6 +53,10 @@ _log = logging.getLogger(__name__)
 LIST_INTERVAL_S = 60.0
 # The shortest time between the starts of two listings, even if the store is full. It doubles after each failure.
 PAUSE_S = 1.0
+# In a shared directory, which has no requests to pay for, a sweep that takes little time may begin again after this
+# multiple of it, but not sooner than PAUSE_S_MIN.
+_PAUSE_DUTY = 10
+PAUSE_S_MIN = 0.05
 # A sweep begins above the first share of the limit and ends below the second: large steps amortize the listing.
 HIGH_WATER = 0.95
 LOW_WATER = 0.90
@@ -322,12 +326,17 @@ class CapacityLimit:
 
     def _sweep_once(self) -> float:
         """List the store and make room; return the time until the next sweep."""
-        self._not_before = self._clock() + min(PAUSE_S, self._interval_s)
+        began_s = self._clock()
+        self._not_before = began_s + min(PAUSE_S, self._interval_s)
         try:
             if self._begin():
                 self._list()
                 self._sweep()
             self._backoff.reset()
+            if self._shared is not None:
+                ended_s = self._clock()
+                pause_s = max(PAUSE_S_MIN, _PAUSE_DUTY * (ended_s - began_s))
+                self._not_before = min(self._not_before, ended_s + pause_s)
         except BackendError as error:
             self._count("listing")
             _log.warning("limit: the store cannot be listed or swept: %s", error)

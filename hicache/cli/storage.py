@@ -16,6 +16,7 @@ from pathlib import Path
 import click
 
 from ..backends.file.inspection import make_store
+from ..backends.shared_files.root import make_store as make_shared_store
 from ..backends.stored import StoredPages
 from ..backends.tools.copying import CopyProgress, copy_stored
 from ..backends.tools.removal import RemovalProgress, purge_stored, trim_stored
@@ -155,7 +156,7 @@ def _target(part: StorePart, dry_run: bool, stack: contextlib.ExitStack) -> Stor
     if directory is not None and (not os.path.lexists(directory) or not _names_in(directory)):
         if dry_run:
             return None
-        make_store(directory)
+        (make_shared_store if part.spec.type == "shared_files" else make_store)(directory)
     return stack.enter_context(part.opened())
 
 

@@ -13,10 +13,11 @@ from typing import Any, TypeVar
 import click
 
 from ..backends.registry import BackendSpec, open_stored, part_specs
+from ..backends.shared_files.root import is_shared_store
 from ..backends.stored import StoredPages
 from ..backends.tools.verify import PageKeys
 from ..config import FILE_VARIABLE, HiCacheConfig, entry_of_variable, load_config, read_key_file
-from ..config.storage import FileStorageOptions, StorageConfig
+from ..config.storage import FileStorageOptions, SharedFilesStorageOptions, StorageConfig
 from ..errors import ConfigError
 from ..units import counted, format_size
 from .arguments import PATH, NamespacePrefix
@@ -79,8 +80,9 @@ class StorePart:
 
     @property
     def directory(self) -> Path | None:
-        """The directory of a file store; None for other stores."""
-        return self.spec.options.path if isinstance(self.spec.options, FileStorageOptions) else None
+        """The directory of a store of files; None for other stores."""
+        options = self.spec.options
+        return options.path if isinstance(options, FileStorageOptions | SharedFilesStorageOptions) else None
 
     def opened(self) -> contextlib.closing[StoredPages]:
         """Open the store for its operator. Raises ConfigError and BackendError."""
@@ -88,14 +90,11 @@ class StorePart:
 
 
 def parts_of(store: Path, part: str | None = None) -> list[StorePart]:
-    """Return the parts of a command's argument: a directory is a file store, `*.yaml` a configuration with `storage`.
+    """Return the parts of a command's argument: the directory of a store, or a configuration `*.yaml` with `storage`.
 
     Memory parts of a composition are skipped, because another process has them. Opens nothing. Raises ConfigError.
     """
-    if _is_configuration(store):
-        found = list(_parts_of_spec(None, _configured(store)))
-    else:
-        found = [StorePart("file", BackendSpec("file", _directory(store)))]
+    found = list(_parts_of_spec(None, _configured(store))) if _is_configuration(store) else [_directory(store)]
     if len(found) > 1:
         found = [one for one in found if one.spec.type != "memory"]
         if not found:
@@ -129,9 +128,12 @@ def _configured(path: Path) -> BackendSpec:
     return BackendSpec.of(storage)
 
 
-def _directory(path: Path) -> FileStorageOptions:
-    """Return the options for a directory, without limits."""
-    return FileStorageOptions(path=path, capacity=None, free_space_floor=0)
+def _directory(path: Path) -> StorePart:
+    """Return the store in a directory, without limits: one of shared files if it has their marker."""
+    with contextlib.suppress(OSError):  # opening the store reports the reason
+        if is_shared_store(path):
+            return StorePart("shared_files", BackendSpec("shared_files", SharedFilesStorageOptions(path=path)))
+    return StorePart("file", BackendSpec("file", FileStorageOptions(path=path, capacity=None, free_space_floor=0)))
 
 
 def _variables_of_entries() -> Iterator[tuple[str, str]]:

@@ -103,6 +103,12 @@ def _check_marker(path: str, fd: int, create: bool, system: System) -> None:
         system.close(marker)
 
 
+def make_store(path: str | os.PathLike[str]) -> None:
+    """Create an empty store at `path` if none exists. Raises as `open_root`."""
+    system = System()
+    system.close(open_root(path, create=True, system=system).fd)
+
+
 def is_shared_store(path: str | os.PathLike[str]) -> bool:
     """Return True if a directory has the marker. Raises OSError, except for a missing file."""
     try:
