@@ -388,7 +388,7 @@ class CapacityLimit:
             used_s = self._use_of(listed, began_s)
             if is_ours:
                 used_s = max(used_s or 0.0, uses.get(listed.key, 0.0))
-            page = replace(listed, used_s=used_s)
+            page = replace(listed, used_s=used_s, identity=None)  # removed whatever has happened to it since
             if not chains.renew(page, listed.used_s):
                 if len(chains) >= PAGES_MAX:
                     continue

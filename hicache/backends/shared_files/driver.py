@@ -10,8 +10,8 @@ be left at its deadline (see `threads`). The price is one copy per page.
 A server that restarts may forget handles of files (ESTALE). Each step is then tried once more from the root, which is
 opened again.
 
-Locking design: `_touched_lock` guards `_touched`; it is held for a few instructions. `_rejection` is a hint, written by
-any thread. The lease and the listing belong to the thread of the sweeps, or of a tool.
+Locking design: `_lock` guards `_touched`, `_users` and `_is_closed`; it is held for a few instructions. `_rejection` is
+a hint, written by any thread. The lease and the listing belong to the thread of the sweeps, or of a tool.
 """
 
 from __future__ import annotations
@@ -95,7 +95,9 @@ class SharedFilesDriver:
         self._listing = Listing(self._system, self._root, clock, self._fresh)
         self._writer, self._serial = secrets.token_hex(6), itertools.count(1)
         self._touched: dict[PageId, float] = {}
-        self._touched_lock = threading.Lock()
+        self._lock = threading.Lock()
+        self._users = 0
+        self._is_closed = False
         self._rejection: str | None = None
 
     def _open(self) -> Root:
@@ -120,13 +122,31 @@ class SharedFilesDriver:
 
     def _fresh(self, call: Callable[..., T], *args: Any) -> T:
         """Return `call(*args)`, tried once more with a fresh handle of the root after ESTALE. Raises OSError."""
-        try:
+        with self._root_in_use():
+            try:
+                return call(*args)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+            reopen(self._root, self._system)
             return call(*args)
-        except OSError as error:
-            if error.errno != errno.ESTALE:
-                raise
-        reopen(self._root, self._system)
-        return call(*args)
+
+    @contextlib.contextmanager
+    def _root_in_use(self) -> Iterator[None]:
+        """Keep the root's descriptor open. A thread that hangs may outlive `close`, and must not find another file
+        under its number."""
+        with self._lock:
+            if self._is_closed:
+                raise OSError(errno.EBADF, "the store is closed")
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                is_last = self._is_closed and not self._users
+            if is_last:
+                self._system.close(self._root.fd)
 
     # Lookups and uses
 
@@ -170,7 +190,7 @@ class SharedFilesDriver:
         """Record the use of a page whose file has the time `used_s`, at most once per TOUCH_S. A failure costs only the
         recency."""
         now_s = self._clock()
-        with self._touched_lock:
+        with self._lock:
             if now_s - self._touched.pop(page, -TOUCH_S) < TOUCH_S or abs(self._clock.wall_s() - used_s) < TOUCH_S:
                 self._touched[page] = now_s
                 return
@@ -178,7 +198,7 @@ class SharedFilesDriver:
             while len(self._touched) > _TOUCHED_MAX:
                 del self._touched[next(iter(self._touched))]
         with contextlib.suppress(OSError):
-            self._system.utime(name, None, dir_fd=self._root.fd)
+            self._fresh(functools.partial(self._system.utime, name, None, dir_fd=self._root.fd))
 
     # Reads
 
@@ -361,7 +381,7 @@ class SharedFilesDriver:
 
     def _discard(self, temporary: str) -> None:
         with contextlib.suppress(OSError):  # removed by its age later
-            self._system.unlink(temporary, dir_fd=self._root.fd)
+            self._fresh(functools.partial(self._system.unlink, temporary, dir_fd=self._root.fd))
 
     @property
     def rejection(self) -> str | None:
@@ -471,13 +491,17 @@ class SharedFilesDriver:
             raise BackendUnavailable(f"shared files {self._root.path}: {error}; check the server") from error
 
     def close(self) -> None:
-        """See Driver. Waits at most some seconds for threads that hang; the root then stays open for them."""
+        """See Driver. Waits at most some seconds for threads that hang; they close the root when they return."""
         if not self._is_tool:
             with contextlib.suppress(OSError, StoreError):
                 self._calls.each(1, lambda number: self._lease.release(), self._clock() + SETTLE_S)
-        if self._calls.close(_CLOSE_S):
+        has_ended = self._calls.close(_CLOSE_S)
+        with self._lock:
+            self._is_closed = True
+            is_last = not self._users
+        if is_last:
             self._system.close(self._root.fd)
-        else:
+        if not has_ended:
             _log.warning("shared files %s: calls of the system still hang; their threads end when these return",
                          self._root.path)  # fmt: skip
 
