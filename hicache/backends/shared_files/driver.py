@@ -10,14 +10,13 @@ be left at its deadline (see `threads`). The price is one copy per page.
 A server that restarts may forget handles of files (ESTALE). Each step is then tried once more from the root, which is
 opened again.
 
-Locking design: `_lock` guards `_touched`, `_users` and `_is_closed`; it is held for a few instructions. `_rejection` is
-a hint, written by any thread. The lease and the listing belong to the thread of the sweeps, or of a tool.
+Locking design: `_lock` guards `_touched`; it is held for a few instructions. `_rejection` is a hint, written by any
+thread. The lease and the listing belong to the thread of the sweeps, or of a tool.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import itertools
 import logging
@@ -31,7 +30,7 @@ from ...arguments import instance
 from ...clock import SYSTEM_CLOCK, Clock
 from ...config.storage import SharedFilesStorageOptions
 from ...errors import BackendUnavailable, PageUnreadable
-from ...frame import FrameCodec, fill, join
+from ...frame import FrameCodec, TagStream, fill, join
 from ..base import PageId, StoredPage, Usage
 from ..driver import Answer, Swept
 from ..errors import ErrorKind, StoreError
@@ -52,7 +51,7 @@ from ..pages import SETTLE_S, PageReads, PageWrites
 from ..prefix import stored_prefix
 from .lease import SweepLease
 from .listing import Listing
-from .root import Root, open_root, reopen
+from .root import Root, open_root
 from .threads import AbandonableCalls, Lent
 
 _log = logging.getLogger(__name__)
@@ -92,12 +91,10 @@ class SharedFilesDriver:
             direct_io=False, sync=False,
         )  # fmt: skip
         self._lease = SweepLease(self._system, self._root, clock)
-        self._listing = Listing(self._system, self._root, clock, self._fresh)
+        self._listing = Listing(self._system, self._root, clock)
         self._writer, self._serial = secrets.token_hex(6), itertools.count(1)
         self._touched: dict[PageId, float] = {}
         self._lock = threading.Lock()
-        self._users = 0
-        self._is_closed = False
         self._rejection: str | None = None
 
     def _open(self) -> Root:
@@ -106,7 +103,7 @@ class SharedFilesDriver:
 
         def close(late: Root | None) -> None:
             if late is not None:
-                self._system.close(late.fd)
+                late.close()
 
         try:
             root = self._calls.one(open_it, self._clock() + _OPEN_S, close)
@@ -119,34 +116,6 @@ class SharedFilesDriver:
             self._calls.close(0.0)
             raise
         return root
-
-    def _fresh(self, call: Callable[..., T], *args: Any) -> T:
-        """Return `call(*args)`, tried once more with a fresh handle of the root after ESTALE. Raises OSError."""
-        with self._root_in_use():
-            try:
-                return call(*args)
-            except OSError as error:
-                if error.errno != errno.ESTALE:
-                    raise
-            reopen(self._root, self._system)
-            return call(*args)
-
-    @contextlib.contextmanager
-    def _root_in_use(self) -> Iterator[None]:
-        """Keep the root's descriptor open. A thread that hangs may outlive `close`, and must not find another file
-        under its number."""
-        with self._lock:
-            if self._is_closed:
-                raise OSError(errno.EBADF, "the store is closed")
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                is_last = self._is_closed and not self._users
-            if is_last:
-                self._system.close(self._root.fd)
 
     # Lookups and uses
 
@@ -176,7 +145,7 @@ class SharedFilesDriver:
         def look_up(position: int) -> None:
             name = page_name(folder, keys[position])
             try:
-                found = self._fresh(self._files.find, name)
+                found = self._root.call(self._files.find, name)
                 if found is not None and is_use:
                     self._use(name, (namespace, keys[position]), found.st_mtime)
                 answers[position] = found is not None
@@ -198,7 +167,7 @@ class SharedFilesDriver:
             while len(self._touched) > _TOUCHED_MAX:
                 del self._touched[next(iter(self._touched))]
         with contextlib.suppress(OSError):
-            self._fresh(functools.partial(self._system.utime, name, None, dir_fd=self._root.fd))
+            self._root.call(functools.partial(self._system.utime, name, None, dir_fd=self._root.fd))
 
     # Reads
 
@@ -207,13 +176,11 @@ class SharedFilesDriver:
         lent, namespace, keys = Lent(pages), pages.codec.namespace, pages.keys
 
         def read_one(position: int) -> None:
-            with lent.use() as mine:
-                if mine is None or mine.is_late:
-                    return
-            name = page_name(namespace.hex(), keys[position])
-            used_s = self._read(lent, name, position)
-            if used_s is not None:
-                self._use(name, (namespace, keys[position]), used_s)
+            if lent.use(lambda mine: not mine.is_late):
+                name = page_name(namespace.hex(), keys[position])
+                used_s = self._read(lent, name, position)
+                if used_s is not None:
+                    self._use(name, (namespace, keys[position]), used_s)
 
         try:
             self._calls.each(len(pages), read_one, pages.deadline)
@@ -230,35 +197,29 @@ class SharedFilesDriver:
             data = self._calls.buffer(size)
             return [data]
 
-        def read() -> tuple[Identity, Any]:
-            with lent.use() as mine:
-                arrived = None if mine is None else mine.stream()
+        def read() -> tuple[Identity, TagStream | None]:
+            arrived = lent.use(PageReads.stream)
             return self._files.read(name, buffer, arrived), arrived
 
-        found, failure, other = None, "", None
+        def take(mine: PageReads[Identity | None], found: Identity, arrived: TagStream | None) -> float | None:
+            fill(mine.buffers(position, len(data)), data)
+            return found[1] / 1e9 if mine.accept(position, len(data), found, arrived) else None
+
+        def damage(mine: PageReads[Identity | None], other: NotThePage) -> None:
+            mine.damage(position, other.reason, other.found)
+            if other.stays:
+                mine.miss(position)
+
         try:
-            found, arrived = self._fresh(read)
+            found, arrived = self._root.call(read)
         except FileNotFoundError:
-            pass
+            lent.use(lambda mine: mine.miss(position))
         except NotThePage as error:
-            other = error
+            lent.use(functools.partial(damage, other=error))
         except OSError as error:
-            failure = error_name(error)
-        with lent.use() as mine:
-            if mine is None:
-                return None
-            if failure:
-                mine.fail(position, failure)
-            elif other is not None:
-                mine.damage(position, other.reason, other.found)
-            elif found is None:
-                mine.miss(position)
-            else:
-                fill(mine.buffers(position, len(data)), data)
-                if mine.accept(position, len(data), found, arrived):
-                    return found[1] / 1e9
-            if other is not None and other.stays:
-                mine.miss(position)
+            lent.use(functools.partial(PageReads.fail, position=position, kind=error_name(error)))
+        else:
+            return lent.use(lambda mine: take(mine, found, arrived))
         return None
 
     # Writes
@@ -284,28 +245,26 @@ class SharedFilesDriver:
         lent, written = Lent(pages), dict[int, str]()
         folder, keys, used_s = pages.codec.namespace.hex(), pages.keys, pages.used_s
 
+        def sealed(mine: PageWrites, position: int) -> memoryview | None:
+            if mine.is_late or mine.is_full:
+                return None
+            parts = mine.sealed(position)
+            data = self._calls.buffer(sum(part.nbytes for part in parts))
+            join(parts, data)
+            return data
+
         def write_one(number: int) -> None:
             position = missing[number]
-            with lent.use() as mine:
-                if mine is None or mine.is_late or mine.is_full:
-                    return
-                sealed = mine.sealed(position)
-                data = self._calls.buffer(sum(part.nbytes for part in sealed))
-                join(sealed, data)
-                del sealed  # views of the caller's page
-            temporary, failure = "", None
+            data = lent.use(lambda mine: sealed(mine, position))
+            if data is None:
+                return
             try:
-                temporary = self._fresh(self._write, page_name(folder, keys[position]), data, used_s)
+                temporary = self._root.call(self._write, page_name(folder, keys[position]), data, used_s)
             except OSError as error:
-                failure = error
-            with lent.use() as mine:
-                if mine is not None and failure is None:
-                    written[position] = temporary
-                    return
-                if mine is not None and failure is not None:
-                    self._refuse(mine, position, failure)
-            if temporary:
-                self._discard(temporary)
+                lent.use(functools.partial(self._refuse, position=position, error=error))
+            else:
+                if lent.use(lambda mine: written.setdefault(position, temporary)) is None:
+                    self._discard(temporary)
 
         try:
             self._calls.each(len(missing), write_one, pages.deadline)
@@ -346,18 +305,15 @@ class SharedFilesDriver:
         def publish(number: int) -> None:
             for position, temporary in sorted(written.items()):
                 result: OSError | None = None
-                with lent.use() as mine:
-                    is_wanted = mine is not None and position < rejected_from
-                if is_wanted:
-                    try:
-                        self._fresh(self._files.publish, temporary, page_name(folder, keys[position]))
-                    except OSError as error:
-                        result = error
-                if not is_wanted or result is not None:
+                if position >= rejected_from or lent.use(lambda mine: True) is None:
                     self._discard(temporary)
-                with lent.use() as mine:
-                    if mine is not None and is_wanted:
-                        mine[position] = result
+                    continue
+                try:
+                    self._root.call(self._files.publish, temporary, page_name(folder, keys[position]))
+                except OSError as error:
+                    result = error
+                    self._discard(temporary)
+                lent.use(functools.partial(_note, position, result))
 
         try:
             self._calls.each(1 if written else 0, publish, until)
@@ -381,7 +337,7 @@ class SharedFilesDriver:
 
     def _discard(self, temporary: str) -> None:
         with contextlib.suppress(OSError):  # removed by its age later
-            self._fresh(functools.partial(self._system.unlink, temporary, dir_fd=self._root.fd))
+            self._root.call(functools.partial(self._system.unlink, temporary, dir_fd=self._root.fd))
 
     @property
     def rejection(self) -> str | None:
@@ -402,9 +358,9 @@ class SharedFilesDriver:
             name = page_name(folder, keys[position])
             try:
                 if found is None:
-                    removed[position] = self._fresh(self._remove, name)
+                    removed[position] = self._root.call(self._remove, name)
                 else:
-                    removed[position] = self._fresh(self._remove_found, name, found[position])
+                    removed[position] = self._root.call(self._remove_found, name, found[position])
                 kinds[position] = ""
             except OSError as error:
                 kinds[position] = error_name(error)
@@ -447,7 +403,7 @@ class SharedFilesDriver:
             return read_start(self._system, self._root.fd, name, bytes_max)
 
         try:
-            return self._fresh(read)
+            return self._root.call(read)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -486,7 +442,7 @@ class SharedFilesDriver:
 
     def _for_sweep(self, call: Callable[..., T], *args: Any) -> T:
         try:
-            return self._fresh(call, *args)
+            return self._root.call(call, *args)
         except OSError as error:
             raise BackendUnavailable(f"shared files {self._root.path}: {error}; check the server") from error
 
@@ -496,15 +452,15 @@ class SharedFilesDriver:
             with contextlib.suppress(OSError, StoreError):
                 self._calls.each(1, lambda number: self._lease.release(), self._clock() + SETTLE_S)
         has_ended = self._calls.close(_CLOSE_S)
-        with self._lock:
-            self._is_closed = True
-            is_last = not self._users
-        if is_last:
-            self._system.close(self._root.fd)
+        self._root.close()
         if not has_ended:
             _log.warning("shared files %s: calls of the system still hang; their threads end when these return",
                          self._root.path)  # fmt: skip
 
+
+
+def _note(position: int, result: OSError | None, results: dict[int, OSError | None]) -> None:
+    results[position] = result
 
 
 def _from(start: int, work: Callable[[int], None], number: int) -> None:

@@ -10,7 +10,6 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
 
 from ...clock import Clock
 from ..base import StoredPage
@@ -32,7 +31,7 @@ def _is_temporary(name: str) -> bool:
     return name.startswith(".") and is_hex(name[1:65], 64) and name[65:66] == "."
 
 
-class _of_one_file:
+class _OneFile:
     """Suppress the errors of one file or directory."""
 
     def __enter__(self) -> None:
@@ -43,14 +42,12 @@ class _of_one_file:
 
 
 class Listing:
-    """See the module's docstring. `fresh` makes a call, and repeats it after ESTALE. Belongs to one thread. All
-    functions block and raise OSError."""
+    """See the module's docstring. Belongs to one thread. All functions block and raise OSError."""
 
-    def __init__(self, system: System, root: Root, clock: Clock, fresh: Callable[[Callable[[], Any]], Any]) -> None:
+    def __init__(self, system: System, root: Root, clock: Clock) -> None:
         self._system = system
         self._root = root
         self._clock = clock
-        self._fresh = fresh
         self._temporaries: list[str] = []
         self._unused: list[str] = []
 
@@ -58,7 +55,7 @@ class Listing:
         """Yield all pages of the namespaces whose digest starts with `prefix` in hexadecimal. Holds the names of one
         directory of pages."""
         self._temporaries, self._unused = [], []
-        names: list[str] = self._fresh(lambda: self._system.listdir(self._root.fd))
+        names = self._root.call(self._system.listdir, self._root.fd)
         for namespace in sorted(name for name in names if is_hex(name, 64) and name.startswith(prefix)):
             count = 0
             for fan, _ in self._entries(namespace, lambda name: is_hex(name, 2)):
@@ -88,15 +85,14 @@ class Listing:
             try:
                 found: list[tuple[str, os.stat_result]] = []
                 for name in sorted(filter(is_wanted, system.listdir(fd))):
-                    with _of_one_file():
+                    with _OneFile():
                         found.append((name, system.lstat(name, dir_fd=fd)))
                 return found
             finally:
                 system.close(fd)
 
-        with _of_one_file():
-            entries: list[tuple[str, os.stat_result]] = self._fresh(read)
-            return entries
+        with _OneFile():
+            return self._root.call(read)
         return []
 
     def tidy(self) -> None:
@@ -104,10 +100,10 @@ class Listing:
         had no pages. Both only if they are older than an hour."""
         system, root_fd = self._system, self._root.fd
         for temporary in self._temporaries:
-            with _of_one_file():
+            with _OneFile():
                 system.unlink(temporary, dir_fd=root_fd)
         for namespace in self._unused:
-            with _of_one_file():
+            with _OneFile():
                 if system.lstat(namespace, dir_fd=root_fd).st_mtime < self._clock.wall_s() - LEFTOVER_AGE_S:
                     remove_empty(system, root_fd, namespace)
         self._temporaries, self._unused = [], []

@@ -3,20 +3,22 @@
 Nothing here relies on locks or on owners: servers may map user ids, and groups share such directories. New files get
 the permissions that the root gives to those who can write to it, and no others: in a root of mode 0755 only this user
 reads the pages, in one of mode 0775 or 2775 its group does.
-
-`reopen` replaces the file behind the root's descriptor, not the descriptor: a call in progress never sees the number
-of another file.
 """
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
-from dataclasses import dataclass
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from ...errors import BackendUnavailable, NotOurs
 from ..file.pages import READ_FLAGS, System, read_start
+
+T = TypeVar("T")
 
 MARKER = "HICACHE_SHARED"
 _MARKER_TEXT = b"hicache shared files 1\n"
@@ -26,12 +28,62 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OF_VOLUMES = frozenset({"lost+found"})
 
 
-@dataclass(frozen=True, slots=True)
 class Root:
-    """An open root: its absolute path and its descriptor."""
+    """An open root: its absolute path and its descriptor, which stays open until the last call has ended.
 
-    path: str
-    fd: int
+    Locking design: `_lock` guards `_users` and `_is_closed`; it is held for a few instructions.
+    """
+
+    def __init__(self, path: str, fd: int, system: System) -> None:
+        self.path = path
+        self.fd = fd
+        self._system = system
+        self._lock = threading.Lock()
+        self._users = 0
+        self._is_closed = False
+
+    def call(self, call: Callable[..., T], *args: Any) -> T:
+        """Return `call(*args)`, which uses the descriptor. After ESTALE it is tried once more, with the root opened
+        again: the server has forgotten a handle. Raises OSError."""
+        with self._lock:
+            if self._is_closed:
+                raise OSError(errno.EBADF, "the store is closed")
+            self._users += 1
+        try:
+            try:
+                return call(*args)
+            except OSError as error:
+                if error.errno != errno.ESTALE:
+                    raise
+            self._reopen()
+            return call(*args)
+        finally:
+            self._leave()
+
+    def _reopen(self) -> None:
+        """Replace the file behind the descriptor, if the store is at the same path. Raises OSError, and changes nothing
+        then. A call in progress never sees the number of another file."""
+        fd = self._system.open(self.path, _FLAGS)
+        try:
+            read_start(self._system, fd, MARKER, len(_MARKER_TEXT))
+            os.dup2(fd, self.fd, inheritable=False)
+        finally:
+            self._system.close(fd)
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            is_last = self._is_closed and not self._users
+        if is_last:
+            self._system.close(self.fd)
+
+    def close(self) -> None:
+        """Make no further calls. A thread that hangs in a call closes the descriptor when it returns: it must not find
+        another file under its number."""
+        with self._lock:
+            self._is_closed = True
+            self._users += 1
+        self._leave()
 
 
 def open_root(path: str | os.PathLike[str], *, create: bool, system: System) -> Root:
@@ -60,18 +112,7 @@ def open_root(path: str | os.PathLike[str], *, create: bool, system: System) -> 
         raise BackendUnavailable(
             f"shared files {absolute}: {reason}; check that the file system is mounted, and the permissions"
         ) from error
-    return Root(absolute, fd)
-
-
-def reopen(root: Root, system: System) -> None:
-    """Open the root again after the server has forgotten its handle. Raises OSError, and changes nothing, unless the
-    store is at the same path."""
-    fd = system.open(root.path, _FLAGS)
-    try:
-        read_start(system, fd, MARKER, len(_MARKER_TEXT))
-        os.dup2(fd, root.fd, inheritable=False)
-    finally:
-        system.close(fd)
+    return Root(absolute, fd, system)
 
 
 def _given_to_writers(mode: int) -> int:
@@ -106,7 +147,7 @@ def _check_marker(path: str, fd: int, create: bool, system: System) -> None:
 def make_store(path: str | os.PathLike[str]) -> None:
     """Create an empty store at `path` if none exists. Raises as `open_root`."""
     system = System()
-    system.close(open_root(path, create=True, system=system).fd)
+    open_root(path, create=True, system=system).close()
 
 
 def is_shared_store(path: str | os.PathLike[str]) -> bool:

@@ -9,9 +9,8 @@ Locking design: `Lent._state` guards its fields. Each thread has its own buffer 
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from ...clock import Clock
@@ -19,6 +18,7 @@ from ...supervised import SupervisedPool
 from ..errors import ErrorKind, StoreError
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Lent(Generic[T]):
@@ -29,22 +29,22 @@ class Lent(Generic[T]):
         self._value: T | None = value
         self._users = 0
 
-    @contextlib.contextmanager
-    def use(self) -> Iterator[T | None]:
-        """Yield the value, which stays lent during the block; None after `take_back`."""
+    def use(self, function: Callable[[T], R]) -> R | None:
+        """Return `function(value)`, or None after `take_back`. REQUIRES: the function does not block."""
         with self._state:
+            if self._value is None:
+                return None
             value = self._value
-            self._users += value is not None
+            self._users += 1
         try:
-            yield value
+            return function(value)
         finally:
-            if value is not None:
-                with self._state:
-                    self._users -= 1
-                    self._state.notify_all()
+            with self._state:
+                self._users -= 1
+                self._state.notify_all()
 
     def take_back(self) -> None:
-        """Wait for the blocks in progress, which do not block, and lend the value to no others."""
+        """Wait for the calls in progress, and lend the value to no others."""
         with self._state:
             self._value = None
             while self._users:
