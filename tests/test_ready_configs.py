@@ -46,7 +46,7 @@ def moved(repository: Path, name: str, tmp_path: Path, place: dict[str, Any] | N
     content = yaml.safe_load((repository / "configs" / name).read_text(encoding="utf-8"))
     options = content["storage"].get("options", {})
     for number, storage in enumerate(options.get("levels") or options.get("parts") or [content["storage"]]):
-        if storage["type"] == "file":
+        if storage["type"] in ("file", "shared_files"):
             assert "path" in storage["options"], "the ready file no longer says where"
             directory = str(tmp_path / f"pages-{number}")
             storage["options"] |= {"path": directory, "capacity": "1GiB", "free_space_floor": "0"}
@@ -127,7 +127,8 @@ def test_a_file_with_a_server_carries_pages(
 
 @pytest.mark.parametrize(
     "name",
-    ["demo", "replay", "single-node-file", "vllm", "sglang", "sharded-file", "two-level-file", "memory-over-file"],
+    ["demo", "replay", "single-node-file", "vllm", "sglang", "sharded-file", "two-level-file", "memory-over-file",
+     "shared-files", "file-over-shared-files"],
 )
 def test_a_file_with_directories_carries_pages(repository: Path, tmp_path: Path, name: str) -> None:
     assert carries_pages(moved(repository, f"{name}.yaml", tmp_path))
