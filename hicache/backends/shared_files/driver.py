@@ -21,6 +21,7 @@ import errno
 import functools
 import itertools
 import logging
+import math
 import secrets
 import stat
 import threading
@@ -107,7 +108,13 @@ class SharedFilesDriver:
                 self._system.close(late.fd)
 
         try:
-            root = self._calls.one(open_it, self._clock() + _OPEN_S, close)
+            try:
+                root = self._calls.one(open_it, self._clock() + _OPEN_S, close)
+            except StoreError as error:
+                raise BackendUnavailable(
+                    f"shared files {self.options.path}: this machine cannot start a thread; raise the limit on threads "
+                    "of the user or the container"
+                ) from error
             if root is None:
                 raise BackendUnavailable(
                     f"shared files {self.options.path}: the file system did not answer for {_OPEN_S:.0f} s; check the "
@@ -171,9 +178,10 @@ class SharedFilesDriver:
         recency."""
         now_s = self._clock()
         with self._touched_lock:
-            if now_s - self._touched.pop(page, -TOUCH_S) < TOUCH_S or abs(self._clock.wall_s() - used_s) < TOUCH_S:
-                self._touched[page] = now_s
+            is_fresh = now_s - self._touched.get(page, -math.inf) < TOUCH_S
+            if is_fresh or abs(self._clock.wall_s() - used_s) < TOUCH_S:
                 return
+            self._touched.pop(page, None)
             self._touched[page] = now_s
             while len(self._touched) > _TOUCHED_MAX:
                 del self._touched[next(iter(self._touched))]
@@ -322,9 +330,12 @@ class SharedFilesDriver:
         # None once the page has its name.
         results: dict[int, OSError | None] = {}
         lent = Lent(results)
+        # Taken by the thread that publishes the files, or that removes them because none could begin in time.
+        untaken = [sorted(written.items())] if written else []
 
         def publish(number: int) -> None:
-            for position, temporary in sorted(written.items()):
+            nonlocal rejected_from
+            for position, temporary in untaken.pop():
                 result: OSError | None = None
                 with lent.use() as mine:
                     is_wanted = mine is not None and position < rejected_from
@@ -333,6 +344,8 @@ class SharedFilesDriver:
                         self._fresh(self._files.publish, temporary, page_name(folder, keys[position]))
                     except OSError as error:
                         result = error
+                        if error.errno in FULL_ERRNOS:
+                            rejected_from = position
                 if not is_wanted or result is not None:
                     self._discard(temporary)
                 with lent.use() as mine:
@@ -340,9 +353,12 @@ class SharedFilesDriver:
                         mine[position] = result
 
         try:
-            self._calls.each(1 if written else 0, publish, until)
+            self._calls.each(len(untaken), publish, until)
         finally:
             lent.take_back()
+            with contextlib.suppress(IndexError):
+                unwanted = [temporary for _, temporary in untaken.pop()]
+                self._calls.later(lambda: [self._discard(temporary) for temporary in unwanted])
         for position, result in sorted(results.items()):
             if result is None:
                 pages.stored(position)
@@ -473,14 +489,17 @@ class SharedFilesDriver:
     def close(self) -> None:
         """See Driver. Waits at most some seconds for threads that hang; the root then stays open for them."""
         if not self._is_tool:
-            with contextlib.suppress(OSError, StoreError):
-                self._calls.each(1, lambda number: self._lease.release(), self._clock() + SETTLE_S)
+            with contextlib.suppress(StoreError):
+                self._calls.each(1, self._release, self._clock() + SETTLE_S)
         if self._calls.close(_CLOSE_S):
             self._system.close(self._root.fd)
         else:
             _log.warning("shared files %s: calls of the system still hang; their threads end when these return",
                          self._root.path)  # fmt: skip
 
+    def _release(self, number: int) -> None:
+        with contextlib.suppress(OSError):  # the others take the lease over by its age
+            self._lease.release()
 
 
 def _from(start: int, work: Callable[[int], None], number: int) -> None:

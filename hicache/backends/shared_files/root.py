@@ -63,15 +63,22 @@ def open_root(path: str | os.PathLike[str], *, create: bool, system: System) -> 
     return Root(absolute, fd)
 
 
+class RootLost(OSError):
+    """The store is not at its path any more. It is not a FileNotFoundError: no single page or directory is missing."""
+
+
 def reopen(root: Root, system: System) -> None:
-    """Open the root again after the server has forgotten its handle. Raises OSError, and changes nothing, unless the
+    """Open the root again after the server has forgotten its handle. Raises RootLost, and changes nothing, unless the
     store is at the same path."""
-    fd = system.open(root.path, _FLAGS)
     try:
-        read_start(system, fd, MARKER, len(_MARKER_TEXT))
-        os.dup2(fd, root.fd, inheritable=False)
-    finally:
-        system.close(fd)
+        fd = system.open(root.path, _FLAGS)
+        try:
+            read_start(system, fd, MARKER, len(_MARKER_TEXT))
+            os.dup2(fd, root.fd, inheritable=False)
+        finally:
+            system.close(fd)
+    except OSError as error:
+        raise RootLost(error.errno, f"the store cannot be opened again: {error.strerror}") from error
 
 
 def _given_to_writers(mode: int) -> int:

@@ -10,12 +10,13 @@ Locking design: `Lent._state` guards its fields. Each thread has its own buffer 
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from ...clock import Clock
-from ...supervised import SupervisedPool
+from ...supervised import NoThread, SupervisedPool
 from ..errors import ErrorKind, StoreError
 
 T = TypeVar("T")
@@ -61,15 +62,32 @@ class AbandonableCalls:
         self._pool = SupervisedPool[Any]("shared-files", threads, clock=clock)
 
     def one(self, call: Callable[[], T], deadline: float, late: Callable[[T | None], None]) -> T | None:
-        """Make a call; return its result, or None at the deadline: then `late` gets it. Raises as the call does."""
-        return self._pool.call(call, deadline, late=late)
+        """Make a call; return its result, or None at the deadline: then `late` gets it. Raises as the call does, and
+        StoreError without a thread."""
+        try:
+            return self._pool.call(call, deadline, late=late)
+        except NoThread:
+            raise StoreError(ErrorKind.NO_THREAD) from None
+
+    def later(self, work: Callable[[], object]) -> None:
+        """Call `work` when a thread is free, also after the threads have hung. Does not wait."""
+
+        def begin() -> bool:
+            work()
+            return True
+
+        with contextlib.suppress(StoreError):
+            self.one(begin, -math.inf, lambda has_begun: None if has_begun else work())
 
     def each(self, count: int, work: Callable[[int], None], deadline: float) -> bool:
         """Call `work` for each position below `count`, several at a time. Return False if one has not ended by the
-        deadline. Raises StoreError if all threads hang."""
+        deadline. Raises StoreError if all threads hang, or if the system cannot start one."""
         if self._pool.abandoned >= self._threads:
             raise StoreError(ErrorKind.HANGS)
-        return self._pool.run_until(count, work, deadline)
+        try:
+            return self._pool.run_until(count, work, deadline)
+        except NoThread:
+            raise StoreError(ErrorKind.NO_THREAD) from None
 
     def buffer(self, size: int) -> memoryview:
         """Return `size` bytes of this thread's buffer."""
