@@ -108,13 +108,7 @@ class SharedFilesDriver:
                 self._system.close(late.fd)
 
         try:
-            try:
-                root = self._calls.one(open_it, self._clock() + _OPEN_S, close)
-            except StoreError as error:
-                raise BackendUnavailable(
-                    f"shared files {self.options.path}: this machine cannot start a thread; raise the limit on threads "
-                    "of the user or the container"
-                ) from error
+            root = self._calls.one(open_it, self._clock() + _OPEN_S, close)
             if root is None:
                 raise BackendUnavailable(
                     f"shared files {self.options.path}: the file system did not answer for {_OPEN_S:.0f} s; check the "
@@ -358,7 +352,7 @@ class SharedFilesDriver:
             lent.take_back()
             with contextlib.suppress(IndexError):
                 unwanted = [temporary for _, temporary in untaken.pop()]
-                self._calls.later(lambda: [self._discard(temporary) for temporary in unwanted])
+                self._calls.later(functools.partial(self._discard, *unwanted))
         for position, result in sorted(results.items()):
             if result is None:
                 pages.stored(position)
@@ -375,9 +369,10 @@ class SharedFilesDriver:
         else:
             pages.fail(position, reason)
 
-    def _discard(self, temporary: str) -> None:
-        with contextlib.suppress(OSError):  # removed by its age later
-            self._system.unlink(temporary, dir_fd=self._root.fd)
+    def _discard(self, *temporaries: str) -> None:
+        for temporary in temporaries:
+            with contextlib.suppress(OSError):  # removed by its age later
+                self._system.unlink(temporary, dir_fd=self._root.fd)
 
     @property
     def rejection(self) -> str | None:
@@ -394,7 +389,8 @@ class SharedFilesDriver:
         kinds = [_LATE] * len(keys)
         folder = namespace.hex()
 
-        def remove_one(position: int) -> None:
+        def remove_one(start: int, number: int) -> None:
+            position = start + number
             name = page_name(folder, keys[position])
             try:
                 if found is None:
@@ -407,7 +403,7 @@ class SharedFilesDriver:
 
         for start in range(0, len(keys), _REMOVED_AT_ONCE):
             count = min(_REMOVED_AT_ONCE, len(keys) - start)
-            if not self._calls.each(count, functools.partial(_from, start, remove_one), deadline):
+            if not self._calls.each(count, functools.partial(remove_one, start), deadline):
                 break
         return sum(removed), [kind for kind in kinds if kind]
 
@@ -500,7 +496,3 @@ class SharedFilesDriver:
     def _release(self, number: int) -> None:
         with contextlib.suppress(OSError):  # the others take the lease over by its age
             self._lease.release()
-
-
-def _from(start: int, work: Callable[[int], None], number: int) -> None:
-    work(start + number)

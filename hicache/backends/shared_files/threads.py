@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from ...clock import Clock
+from ...errors import BackendUnavailable
 from ...supervised import NoThread, SupervisedPool
 from ..errors import ErrorKind, StoreError
 
@@ -63,11 +64,14 @@ class AbandonableCalls:
 
     def one(self, call: Callable[[], T], deadline: float, late: Callable[[T | None], None]) -> T | None:
         """Make a call; return its result, or None at the deadline: then `late` gets it. Raises as the call does, and
-        StoreError without a thread."""
+        BackendUnavailable if the system cannot start a thread."""
         try:
             return self._pool.call(call, deadline, late=late)
-        except NoThread:
-            raise StoreError(ErrorKind.NO_THREAD) from None
+        except NoThread as error:
+            raise BackendUnavailable(
+                "shared files: this machine cannot start a thread; raise the limit on threads of the user or the "
+                "container"
+            ) from error
 
     def later(self, work: Callable[[], object]) -> None:
         """Call `work` when a thread is free, also after the threads have hung. Does not wait."""
@@ -76,8 +80,12 @@ class AbandonableCalls:
             work()
             return True
 
-        with contextlib.suppress(StoreError):
-            self.one(begin, -math.inf, lambda has_begun: None if has_begun else work())
+        def late(has_begun: bool | None) -> None:
+            if not has_begun:
+                work()
+
+        with contextlib.suppress(BackendUnavailable):
+            self.one(begin, -math.inf, late)
 
     def each(self, count: int, work: Callable[[int], None], deadline: float) -> bool:
         """Call `work` for each position below `count`, several at a time. Return False if one has not ended by the
