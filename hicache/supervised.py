@@ -316,9 +316,11 @@ class SupervisedPool(Generic[Job]):
     def run_until(self, count: int, work: Callable[[int], None], deadline: float) -> bool:
         """Call `work(0) .. work(count - 1)` as `run`, but on the pool's threads only. Return True when all calls have
         ended, or False at `deadline`: then the calls in progress continue (see `abandoned`), and the others are not
-        made. REQUIRES: no `linger_s`."""
+        made. Raises NoThread. REQUIRES: no `linger_s`."""
         if self._restart_at < math.inf:
             self.supervise()
+        if count and not self._threads:
+            raise NoThread(f"pool {self.name}: the system cannot start more threads")
         batch = _Batch(count, work)
         for _ in range(min(count, len(self._threads))):
             self._queue.put(batch.run)

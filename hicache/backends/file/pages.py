@@ -76,6 +76,7 @@ class System:
     # Calls by descriptor are used directly, without a Python frame around each.
     close = staticmethod(os.close)
     fstat = staticmethod(os.fstat)
+    fchmod = staticmethod(os.fchmod)
     preadv = staticmethod(os.preadv)
     pwritev = staticmethod(os.pwritev)
     fdatasync = staticmethod(os.fdatasync)
@@ -107,7 +108,11 @@ class System:
     def open(self, path: str, flags: int, mode: int = FILE_MODE, *, dir_fd: int | None = None) -> int:
         fd = self._walk(path, dir_fd, lambda name, above: os.open(name, flags, mode, dir_fd=above))
         if self.shared_mode and flags & os.O_EXCL:
-            os.fchmod(fd, mode | (self.shared_mode & 0o666))
+            try:
+                self.fchmod(fd, mode | (self.shared_mode & 0o666))
+            except BaseException:
+                os.close(fd)
+                raise
         return fd
 
     def lstat(self, path: str, *, dir_fd: int | None = None) -> os.stat_result:

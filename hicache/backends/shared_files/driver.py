@@ -20,6 +20,7 @@ import contextlib
 import functools
 import itertools
 import logging
+import math
 import secrets
 import stat
 import threading
@@ -160,9 +161,10 @@ class SharedFilesDriver:
         recency."""
         now_s = self._clock()
         with self._lock:
-            if now_s - self._touched.pop(page, -TOUCH_S) < TOUCH_S or abs(self._clock.wall_s() - used_s) < TOUCH_S:
-                self._touched[page] = now_s
+            is_fresh = now_s - self._touched.get(page, -math.inf) < TOUCH_S
+            if is_fresh or abs(self._clock.wall_s() - used_s) < TOUCH_S:
                 return
+            self._touched.pop(page, None)
             self._touched[page] = now_s
             while len(self._touched) > _TOUCHED_MAX:
                 del self._touched[next(iter(self._touched))]
@@ -301,9 +303,12 @@ class SharedFilesDriver:
         # None once the page has its name.
         results: dict[int, OSError | None] = {}
         lent = Lent(results)
+        # Taken by the thread that publishes the files, or by this one if none could begin in time.
+        untaken = [sorted(written.items())] if written else []
 
         def publish(number: int) -> None:
-            for position, temporary in sorted(written.items()):
+            nonlocal rejected_from
+            for position, temporary in untaken.pop():
                 result: OSError | None = None
                 if position >= rejected_from or lent.use(lambda mine: True) is None:
                     self._discard(temporary)
@@ -313,12 +318,17 @@ class SharedFilesDriver:
                 except OSError as error:
                     result = error
                     self._discard(temporary)
+                    if error.errno in FULL_ERRNOS:
+                        rejected_from = position
                 lent.use(functools.partial(_note, position, result))
 
         try:
-            self._calls.each(1 if written else 0, publish, until)
+            self._calls.each(len(untaken), publish, until)
         finally:
             lent.take_back()
+            with contextlib.suppress(IndexError):
+                unwanted = [temporary for _, temporary in untaken.pop()]
+                self._calls.later(functools.partial(self._discard, *unwanted))
         for position, result in sorted(results.items()):
             if result is None:
                 pages.stored(position)
@@ -335,9 +345,10 @@ class SharedFilesDriver:
         else:
             pages.fail(position, reason)
 
-    def _discard(self, temporary: str) -> None:
-        with contextlib.suppress(OSError):  # removed by its age later
-            self._root.call(functools.partial(self._system.unlink, temporary, dir_fd=self._root.fd))
+    def _discard(self, *temporaries: str) -> None:
+        for temporary in temporaries:
+            with contextlib.suppress(OSError):  # removed by its age later
+                self._root.call(functools.partial(self._system.unlink, temporary, dir_fd=self._root.fd))
 
     @property
     def rejection(self) -> str | None:
@@ -354,7 +365,8 @@ class SharedFilesDriver:
         kinds = [_LATE] * len(keys)
         folder = namespace.hex()
 
-        def remove_one(position: int) -> None:
+        def remove_one(start: int, number: int) -> None:
+            position = start + number
             name = page_name(folder, keys[position])
             try:
                 if found is None:
@@ -367,7 +379,7 @@ class SharedFilesDriver:
 
         for start in range(0, len(keys), _REMOVED_AT_ONCE):
             count = min(_REMOVED_AT_ONCE, len(keys) - start)
-            if not self._calls.each(count, functools.partial(_from, start, remove_one), deadline):
+            if not self._calls.each(count, functools.partial(remove_one, start), deadline):
                 break
         return sum(removed), [kind for kind in kinds if kind]
 
@@ -449,8 +461,8 @@ class SharedFilesDriver:
     def close(self) -> None:
         """See Driver. Waits at most some seconds for threads that hang; they close the root when they return."""
         if not self._is_tool:
-            with contextlib.suppress(OSError, StoreError):
-                self._calls.each(1, lambda number: self._lease.release(), self._clock() + SETTLE_S)
+            with contextlib.suppress(StoreError):
+                self._calls.each(1, self._release, self._clock() + SETTLE_S)
         has_ended = self._calls.close(_CLOSE_S)
         self._root.close()
         if not has_ended:
@@ -458,10 +470,10 @@ class SharedFilesDriver:
                          self._root.path)  # fmt: skip
 
 
+    def _release(self, number: int) -> None:
+        with contextlib.suppress(OSError):  # the others take the lease over by its age
+            self._root.call(self._lease.release)
+
 
 def _note(position: int, result: OSError | None, results: dict[int, OSError | None]) -> None:
     results[position] = result
-
-
-def _from(start: int, work: Callable[[int], None], number: int) -> None:
-    work(start + number)

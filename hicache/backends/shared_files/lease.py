@@ -142,12 +142,17 @@ class SweepLease:
         temporary = f".{LEASE_FILE}.{self._owner}"
         with contextlib.suppress(FileNotFoundError):
             system.unlink(temporary, dir_fd=fd)
-        file = system.open(temporary, CREATE_FLAGS, dir_fd=fd)
         try:
-            system.pwritev(file, [memoryview(json.dumps(asdict(lease)).encode() + b"\n")], 0)
-        finally:
-            system.close(file)
-        system.rename(temporary, LEASE_FILE, dir_fd=fd)
+            file = system.open(temporary, CREATE_FLAGS, dir_fd=fd)
+            try:
+                system.pwritev(file, [memoryview(json.dumps(asdict(lease)).encode() + b"\n")], 0)
+            finally:
+                system.close(file)
+            system.rename(temporary, LEASE_FILE, dir_fd=fd)
+        except OSError:
+            with contextlib.suppress(OSError):
+                system.unlink(temporary, dir_fd=fd)
+            raise
         self._found, self._seen_at_s = lease, self._clock()
         self._written_at_s = self._clock()
         self.swept = Swept(lease.pages, lease.bytes, lease.begun, lease.ended)

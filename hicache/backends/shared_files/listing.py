@@ -15,7 +15,7 @@ from ...clock import Clock
 from ..base import StoredPage
 from ..file.pages import LIST_FLAGS, NOT_REGULAR, System, identity, is_hex
 from ..file.reconcile import remove_empty
-from .root import Root
+from .root import Root, RootLost
 
 # A writer ends its work at a deadline of seconds. An hour also allows for clocks that differ.
 LEFTOVER_AGE_S = 3600.0
@@ -32,13 +32,16 @@ def _is_temporary(name: str) -> bool:
 
 
 class _OneFile:
-    """Suppress the errors of one file or directory."""
+    """Suppress the errors of one file or directory, except for those `besides`."""
+
+    def __init__(self, besides: frozenset[int] = frozenset()) -> None:
+        self._suppressed = _OF_ONE_FILE - besides
 
     def __enter__(self) -> None:
         pass
 
     def __exit__(self, kind: object, error: object, where: object) -> bool:
-        return isinstance(error, OSError) and error.errno in _OF_ONE_FILE
+        return isinstance(error, OSError) and not isinstance(error, RootLost) and error.errno in self._suppressed
 
 
 class Listing:
@@ -79,13 +82,16 @@ class Listing:
     def _entries(self, folder: str, is_wanted: Callable[[str], bool]) -> Sequence[tuple[str, os.stat_result]]:
         """Return the wanted names in a directory, sorted, with their states; none if the directory is gone."""
         system = self._system
+        # First, ESTALE may be about the directory: then it is opened again. After that, only about the file.
+        tries = iter([frozenset({errno.ESTALE}), frozenset[int]()])
 
         def read() -> list[tuple[str, os.stat_result]]:
+            raised = next(tries)
             fd = system.open(folder, LIST_FLAGS, dir_fd=self._root.fd)
             try:
                 found: list[tuple[str, os.stat_result]] = []
                 for name in sorted(filter(is_wanted, system.listdir(fd))):
-                    with _OneFile():
+                    with _OneFile(besides=raised):
                         found.append((name, system.lstat(name, dir_fd=fd)))
                 return found
             finally:

@@ -28,6 +28,10 @@ _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _OF_VOLUMES = frozenset({"lost+found"})
 
 
+class RootLost(OSError):
+    """The store is not at its path any more. It is not a FileNotFoundError: no single page or directory is missing."""
+
+
 class Root:
     """An open root: its absolute path and its descriptor, which stays open until the last call has ended.
 
@@ -44,7 +48,8 @@ class Root:
 
     def call(self, call: Callable[..., T], *args: Any) -> T:
         """Return `call(*args)`, which uses the descriptor. After ESTALE it is tried once more, with the root opened
-        again: the server has forgotten a handle. Raises OSError."""
+        again: the server has forgotten a handle. Raises OSError; FileNotFoundError if a file below the fresh root is
+        stale, because another machine has just removed or replaced it."""
         with self._lock:
             if self._is_closed:
                 raise OSError(errno.EBADF, "the store is closed")
@@ -56,19 +61,27 @@ class Root:
                 if error.errno != errno.ESTALE:
                     raise
             self._reopen()
-            return call(*args)
+            try:
+                return call(*args)
+            except OSError as error:
+                if error.errno != errno.ESTALE or isinstance(error, RootLost):
+                    raise
+                raise FileNotFoundError(errno.ENOENT, "another machine has removed or replaced the file") from error
         finally:
             self._leave()
 
     def _reopen(self) -> None:
-        """Replace the file behind the descriptor, if the store is at the same path. Raises OSError, and changes nothing
-        then. A call in progress never sees the number of another file."""
-        fd = self._system.open(self.path, _FLAGS)
+        """Replace the file behind the descriptor, if the store is at the same path. Raises RootLost, and changes
+        nothing then. A call in progress never sees the number of another file."""
         try:
-            read_start(self._system, fd, MARKER, len(_MARKER_TEXT))
-            os.dup2(fd, self.fd, inheritable=False)
-        finally:
-            self._system.close(fd)
+            fd = self._system.open(self.path, _FLAGS)
+            try:
+                read_start(self._system, fd, MARKER, len(_MARKER_TEXT))
+                os.dup2(fd, self.fd, inheritable=False)
+            finally:
+                self._system.close(fd)
+        except OSError as error:
+            raise RootLost(error.errno, f"the store cannot be opened again: {error.strerror}") from error
 
     def _leave(self) -> None:
         with self._lock:

@@ -9,12 +9,15 @@ Locking design: `Lent._state` guards its fields. Each thread has its own buffer 
 
 from __future__ import annotations
 
+import contextlib
+import math
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 from ...clock import Clock
-from ...supervised import SupervisedPool
+from ...errors import BackendUnavailable
+from ...supervised import NoThread, SupervisedPool
 from ..errors import ErrorKind, StoreError
 
 T = TypeVar("T")
@@ -61,15 +64,39 @@ class AbandonableCalls:
         self._pool = SupervisedPool[Any]("shared-files", threads, clock=clock)
 
     def one(self, call: Callable[[], T], deadline: float, late: Callable[[T | None], None]) -> T | None:
-        """Make a call; return its result, or None at the deadline: then `late` gets it. Raises as the call does."""
-        return self._pool.call(call, deadline, late=late)
+        """Make a call; return its result, or None at the deadline: then `late` gets it. Raises as the call does, and
+        BackendUnavailable if the system cannot start a thread."""
+        try:
+            return self._pool.call(call, deadline, late=late)
+        except NoThread as error:
+            raise BackendUnavailable(
+                "shared files: this machine cannot start a thread; raise the limit on threads of the user or the "
+                "container"
+            ) from error
+
+    def later(self, work: Callable[[], object]) -> None:
+        """Call `work` when a thread is free, also after the threads have hung. Does not wait."""
+
+        def begin() -> bool:
+            work()
+            return True
+
+        def late(has_begun: bool | None) -> None:
+            if not has_begun:
+                work()
+
+        with contextlib.suppress(BackendUnavailable):
+            self.one(begin, -math.inf, late)
 
     def each(self, count: int, work: Callable[[int], None], deadline: float) -> bool:
         """Call `work` for each position below `count`, several at a time. Return False if one has not ended by the
-        deadline. Raises StoreError if all threads hang."""
+        deadline. Raises StoreError if all threads hang, or if the system cannot start one."""
         if self._pool.abandoned >= self._threads:
             raise StoreError(ErrorKind.HANGS)
-        return self._pool.run_until(count, work, deadline)
+        try:
+            return self._pool.run_until(count, work, deadline)
+        except NoThread:
+            raise StoreError(ErrorKind.NO_THREAD) from None
 
     def buffer(self, size: int) -> memoryview:
         """Return `size` bytes of this thread's buffer."""
