@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hicache.backends.shared_files import SharedFilesDriver
 from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
+    GET_ERROR,
+    HIT,
+    MISS,
     PRESENT,
     SET_ERROR,
     STORED,
@@ -16,14 +21,16 @@ from hicache.backends.testing import (
     InspectionContract,
     OpenStore,
     Subject,
+    load,
     make_keys,
     open_backend,
+    soon,
     store_chain,
 )
 from hicache.backends.testing.inspection import OpenStored
 from tests.waiting import wait_for
 
-from ._files import CODEC, OPENED
+from ._files import CODEC, OPENED, Faulty
 from ._shared import open_shared, shared_options
 
 
@@ -46,11 +53,58 @@ class TestSharedFilesInspection(InspectionContract):
 def test_an_engine_that_starts_during_the_first_listing_of_another_one_writes_after_it(tmp_path: Path) -> None:
     first = SharedFilesDriver(CODEC, shared_options(tmp_path / "pages"))
     assert first.begin_sweep(needs_room=False)
-    second = Subject(open_backend("shared_files", CODEC, shared_options(tmp_path / "pages")), bytes, lambda key, data: None)
-    OPENED.append(second.backend)
+    OPENED.append(opened := open_backend("shared_files", CODEC, shared_options(tmp_path / "pages")))
+    second = Subject(opened, bytes, lambda key, data: None)
     keys = make_keys(2)
     assert store_chain(second, keys) == [SET_ERROR] * 2
     first.end_sweep(0, 0)
     # Less than the interval between listings.
     wait_for(lambda: store_chain(second, keys) in ([STORED] * 2, [PRESENT] * 2))
     first.close()
+
+
+def stale(name: str) -> Faulty:
+    """Return a system on which the handle of each file or directory with this name is stale."""
+
+    def before(call: str, number: int, args: tuple[Any, ...]) -> None:
+        if call in ("open", "lstat") and str(args[0]).endswith(name):
+            raise OSError(errno.ESTALE, "stale")
+
+    return Faulty(before)
+
+
+def test_a_page_that_another_machine_has_just_replaced_is_a_miss(tmp_path: Path) -> None:
+    keys = make_keys(3)
+    store_chain(open_shared(tmp_path / "pages"), keys)
+    store = open_shared(tmp_path / "pages", system=stale(keys[1].hex()))
+    assert load(store, keys) == [HIT, MISS, HIT]
+    assert store.backend.batch_has(keys, deadline=soon()) == [True, False, True]
+    assert store_chain(store, keys) == [PRESENT, STORED, PRESENT]
+    assert not store.backend.statistics().errors
+
+
+def test_a_root_whose_handle_stays_stale_is_an_error(tmp_path: Path) -> None:
+    """The control: such a store does not look empty."""
+    system = stale("")
+    system.armed = False
+    store = open_shared(tmp_path / "pages", system=system)
+    keys = make_keys(2)
+    store_chain(store, keys)
+    system.armed = True
+    assert load(store, keys) == [GET_ERROR] * 2
+    assert store.backend.statistics().errors == {"ESTALE": 2}
+
+
+def test_a_lease_that_another_engine_has_just_replaced_is_not_free(tmp_path: Path) -> None:
+    first = SharedFilesDriver(CODEC, shared_options(tmp_path / "pages"))
+    assert first.begin_sweep(needs_room=False)
+    first.end_sweep(5, 500)
+    system = stale("sweeper")
+    second = SharedFilesDriver(CODEC, shared_options(tmp_path / "pages"), system=system)
+    assert not second.begin_sweep(needs_room=True)
+    system.armed = False
+    assert not second.begin_sweep(needs_room=True)
+    assert (second.swept.pages, second.swept.bytes) == (5, 500)
+    first.close()
+    assert second.begin_sweep(needs_room=True)
+    second.close()

@@ -119,14 +119,20 @@ class SharedFilesDriver:
         return root
 
     def _fresh(self, call: Callable[..., T], *args: Any) -> T:
-        """Return `call(*args)`, tried once more with a fresh handle of the root after ESTALE. Raises OSError."""
+        """Return `call(*args)`, tried once more with a fresh handle of the root after ESTALE. Raises OSError;
+        FileNotFoundError if a file below the fresh root is stale: another machine has just removed or replaced it."""
         try:
             return call(*args)
         except OSError as error:
             if error.errno != errno.ESTALE:
                 raise
         reopen(self._root, self._system)
-        return call(*args)
+        try:
+            return call(*args)
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            raise FileNotFoundError(errno.ENOENT, "another machine has removed or replaced the file") from error
 
     # Lookups and uses
 
@@ -160,6 +166,8 @@ class SharedFilesDriver:
                 if found is not None and is_use:
                     self._use(name, (namespace, keys[position]), found.st_mtime)
                 answers[position] = found is not None
+            except FileNotFoundError:
+                answers[position] = False
             except OSError as error:
                 answers[position] = error_name(error)
 
@@ -473,14 +481,17 @@ class SharedFilesDriver:
     def close(self) -> None:
         """See Driver. Waits at most some seconds for threads that hang; the root then stays open for them."""
         if not self._is_tool:
-            with contextlib.suppress(OSError, StoreError):
-                self._calls.each(1, lambda number: self._lease.release(), self._clock() + SETTLE_S)
+            with contextlib.suppress(StoreError):
+                self._calls.each(1, lambda number: self._release(), self._clock() + SETTLE_S)
         if self._calls.close(_CLOSE_S):
             self._system.close(self._root.fd)
         else:
             _log.warning("shared files %s: calls of the system still hang; their threads end when these return",
                          self._root.path)  # fmt: skip
 
+    def _release(self) -> None:
+        with contextlib.suppress(OSError):  # its time is over soon
+            self._fresh(self._lease.release)
 
 
 def _from(start: int, work: Callable[[int], None], number: int) -> None:
