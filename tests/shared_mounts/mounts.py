@@ -163,8 +163,8 @@ def _mount_gluster(mounts: SharedMounts, logs: Path, processes: contextlib.ExitS
     server = processes.enter_context(_process(command("glusterfsd", "server.vol", "server"), logs))
     wait_for(lambda: _listens(port) or _state(server) in ("", "Z"))
     for path in mounts.paths:
-        options = () if caches else _UNCACHED
-        processes.enter_context(_mount([*command("glusterfs", "client.vol", path.name), *options, str(path)], path, logs))
+        client_command = [*command("glusterfs", "client.vol", path.name), *(() if caches else _UNCACHED), str(path)]
+        processes.enter_context(_mount(client_command, path, logs))
     # The mounts hang without their server.
     mounts.pids.append(server)
 
