@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import errno
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hicache.backends.errors import StoreError
 from hicache.backends.shared_files import SharedFilesDriver
 from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     GET_ERROR,
     HIT,
     MISS,
+    NAMESPACE,
     PRESENT,
     SET_ERROR,
     STORED,
@@ -28,7 +31,8 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.backends.testing.inspection import OpenStored
-from tests.waiting import wait_for
+from hicache.clock import ManualClock
+from tests.waiting import WAIT_S, wait_for
 
 from ._files import CODEC, OPENED, Faulty
 from ._shared import open_shared, shared_options
@@ -108,3 +112,38 @@ def test_a_lease_that_another_engine_has_just_replaced_is_not_free(tmp_path: Pat
     first.close()
     assert second.begin_sweep(needs_room=True)
     second.close()
+
+
+def hanging(root: Path, returns: threading.Event, clock: ManualClock) -> SharedFilesDriver:
+    """Open a driver of two threads whose lookups return after an event."""
+
+    def wait(call: str, number: int, args: tuple[Any, ...]) -> None:
+        if call == "lstat":
+            assert returns.wait(WAIT_S)
+
+    return SharedFilesDriver(CODEC, shared_options(root, io_threads=2), system=Faulty(wait), clock=clock)
+
+
+def test_after_calls_that_were_only_late_the_next_one_waits_for_a_thread(tmp_path: Path) -> None:
+    returns, clock = threading.Event(), ManualClock()
+    driver = hanging(tmp_path / "pages", returns, clock)
+    clock.advance(WAIT_S)  # its time does not pass while the test waits
+    keys = make_keys(3)
+    assert driver.find(NAMESPACE, keys, soon(0.01)) == ["deadline"] * 3
+    late = threading.Timer(0.02, returns.set)
+    late.start()
+    assert driver.find(NAMESPACE, keys, soon()) == [False] * 3
+    late.join()
+    driver.close()
+
+
+def test_after_calls_that_hang_the_next_one_fails_at_once(tmp_path: Path) -> None:
+    """The control."""
+    returns, clock = threading.Event(), ManualClock()
+    driver = hanging(tmp_path / "pages", returns, clock)
+    assert driver.find(NAMESPACE, make_keys(3), soon(0.01)) == ["deadline"] * 3
+    clock.advance(1.0)
+    with pytest.raises(StoreError, match="hangs"):
+        driver.find(NAMESPACE, make_keys(3), soon())
+    returns.set()
+    driver.close()
