@@ -42,7 +42,6 @@ from hicache.frame import HEADER_BYTES, FrameCodec
 NAMESPACE = hashlib.sha256(b"shared mounts").digest()
 BATCH = 8
 Say: TypeAlias = "Callable[[Mapping[str, Any]], None]"
-_DEADLINE_S = 20.0
 # A node that was rejected does not ask again at once.
 _PAUSE_S = 0.02
 # How far back a node reads the chains of the other one.
@@ -67,6 +66,7 @@ class Job:
     page_bytes: int = 8192
     capacity_bytes: int = 1 << 20
     is_hasty: bool = False
+    deadline_s: float = 20.0
 
 
 @dataclass(slots=True)
@@ -115,11 +115,11 @@ def frames(codec: FrameCodec, keys: Sequence[bytes] = (), *, empty: int = 0) -> 
     return made
 
 
-def read_pages(store: Storage, keys: Sequence[bytes]) -> Counter[str]:
+def read_pages(store: Storage, keys: Sequence[bytes], deadline_s: float = 20.0) -> Counter[str]:
     """Read pages and compare them; return how many had each outcome, and how many hits were `wrong`."""
     codec = store.codec
     pages = frames(codec, empty=len(keys))
-    found = store.batch_get(keys, pages, deadline=time.monotonic() + _DEADLINE_S)
+    found = store.batch_get(keys, pages, deadline=time.monotonic() + deadline_s)
     outcomes = Counter(str(outcome) for outcome in found)
     for key, page, outcome in zip(keys, pages, found, strict=True):
         body = page[HEADER_BYTES : HEADER_BYTES + codec.payload_bytes]
@@ -173,7 +173,7 @@ class _Node:
             self._read(turn)
             if self._job.chains and not turn % 17:
                 some = chain(self._some(turn))[self._dice.randrange(BATCH) :]
-                self._store.delete(some, deadline=time.monotonic() + _DEADLINE_S)
+                self._store.delete(some, deadline=time.monotonic() + self._job.deadline_s)
         found, report = self._store.statistics(), self.report
         report.evicted, report.kinds = found.evicted_pages, {**found.errors, **found.corrupt}
         report.set_s = statistics.median(self._set_s) if self._set_s else 0.0
@@ -190,7 +190,7 @@ class _Node:
         keys = chain(self._some(turn) if self._job.chains else f"{self._job.name} {turn}")
         pages = frames(self._store.codec, keys)
         began_s = time.monotonic()
-        outcomes = self._store.batch_set(keys, pages, parent=None, deadline=began_s + _DEADLINE_S)
+        outcomes = self._store.batch_set(keys, pages, parent=None, deadline=began_s + self._job.deadline_s)
         if set(outcomes) == {SetOutcome.STORED}:
             self._set_s.append(time.monotonic() - began_s)
         self.report.stored += outcomes.count(SetOutcome.STORED)
@@ -200,7 +200,7 @@ class _Node:
             time.sleep(_PAUSE_S)
 
     def _read(self, turn: int) -> None:
-        outcomes = read_pages(self._store, chain(self._some(turn)))
+        outcomes = read_pages(self._store, chain(self._some(turn)), self._job.deadline_s)
         self.report.hits += outcomes[GetOutcome.HIT]
         self.report.misses += outcomes[GetOutcome.MISS]
         self._count("errors", outcomes[GetOutcome.ERROR])

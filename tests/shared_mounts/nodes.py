@@ -7,7 +7,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Self
@@ -15,7 +15,8 @@ from typing import Any, Self
 from hicache.backends.file.pages import is_hex
 from tests.waiting import is_running, wait_for
 
-from .node import Job, Report
+from .mounts import SharedMounts
+from .node import Job, Report, open_store
 
 _REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -101,10 +102,40 @@ class Nodes:
         self._process.stdin.flush()
         return Child(int(self._process.stdout.readline()), job)
 
-    def run(self, jobs: Sequence[Job], timeout_s: float = 60.0) -> list[Report]:
-        """Run nodes at the same time; return their reports. Raises NodeFailed."""
+    def run(self, jobs: Sequence[Job], during: Callable[[], object] = lambda: None) -> list[Report]:
+        """Run nodes at the same time, and call `during` until they end; return their reports. Raises NodeFailed."""
         children = [self.start(job) for job in jobs]
-        return [child.report(timeout_s) for child in children]
+        wait_for(
+            lambda: not any(is_running(child.pid) for child in children), during,
+            timeout_s=60.0 + max(job.seconds for job in jobs), pause_s=0.05,
+        )  # fmt: skip
+        return [child.report() for child in children]
+
+
+def jobs_of(mounts: SharedMounts, **values: Any) -> list[Job]:
+    """Return the jobs of two nodes, one on each mount, with the same store."""
+    return [
+        Job(path=str(path / "store"), report="", name=name, seed=seed, **values)
+        for seed, (path, name) in enumerate(zip(mounts.paths, "ab", strict=True))
+    ]
+
+
+def check_two_nodes(mounts: SharedMounts, folder: Path, seconds: float) -> None:
+    """Let two nodes write, read and evict at the same time; check what they found, and what they left."""
+    jobs, stored = jobs_of(mounts, seconds=seconds, chains=24, is_hasty=True), mounts.directory / "store"
+    capacity_bytes, peaks = jobs[0].capacity_bytes, [0]
+    with Nodes(folder) as nodes:
+        reports = nodes.run(jobs, lambda: peaks.append(stored_bytes(stored)))
+    for report in reports:
+        assert (report.errors, report.corrupt, report.wrong) == (0, 0, 0), reports
+        assert report.stored and report.hits, reports
+    assert sum(report.evicted for report in reports) > 0, reports
+    # Each node knows its own writes since the last listing, and not those of the other one.
+    assert max(peaks) <= len(jobs) * capacity_bytes
+    assert temporary_files(stored) == []
+    store = open_store(jobs[0])
+    wait_for(lambda: stored_bytes(stored) <= capacity_bytes)
+    store.close()
 
 
 def page_files(directory: Path) -> Iterator[Path]:
@@ -114,7 +145,7 @@ def page_files(directory: Path) -> Iterator[Path]:
 
 def temporary_files(directory: Path) -> list[Path]:
     """Return the temporary files of a shared store, of pages and of its lease."""
-    return [path for path in (*directory.glob("*/*/.*"), *directory.glob(".*"))]
+    return [*directory.glob("*/*/.*"), *directory.glob(".*")]
 
 
 def stored_bytes(directory: Path) -> int:
