@@ -342,6 +342,9 @@ class CapacityLimit:
             _log.warning("limit: the store cannot be listed or swept: %s", error)
             self._not_before = self._clock() + self._backoff.next_s()
             return self._not_before
+        with self._state:
+            if not self._ledger.is_listed:
+                return self._not_before  # another engine makes the store's first listing, and writes wait for it
         # Random, so that engines that started together do not list together.
         return self._clock() + self._interval_s * random.uniform(0.75, 1.25)
 

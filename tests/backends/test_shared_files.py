@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import errno
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from hicache.backends.errors import StoreError
 from hicache.backends.shared_files import SharedFilesDriver
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import DriverContract, InspectionContract, OpenStore
+from hicache.backends.testing import (
+    GET_ERROR,
+    HIT,
+    MISS,
+    NAMESPACE,
+    PRESENT,
+    SET_ERROR,
+    STORED,
+    DriverContract,
+    InspectionContract,
+    OpenStore,
+    Subject,
+    load,
+    make_keys,
+    open_backend,
+    soon,
+    store_chain,
+)
 from hicache.backends.testing.inspection import OpenStored
+from hicache.clock import ManualClock
+from tests.waiting import WAIT_S, wait_for
 
+from ._files import CODEC, OPENED, Faulty
 from ._shared import open_shared, shared_options
 
 
@@ -28,3 +52,98 @@ class TestSharedFilesInspection(InspectionContract):
     @pytest.fixture
     def open_stored(self, tmp_path: Path) -> OpenStored:
         return lambda: StoredPages(SharedFilesDriver(None, shared_options(tmp_path / "pages")), "shared_files")
+
+
+def test_an_engine_that_starts_during_the_first_listing_of_another_one_writes_after_it(tmp_path: Path) -> None:
+    first = SharedFilesDriver(CODEC, shared_options(tmp_path / "pages"))
+    assert first.begin_sweep(needs_room=False)
+    OPENED.append(opened := open_backend("shared_files", CODEC, shared_options(tmp_path / "pages")))
+    second = Subject(opened, bytes, lambda key, data: None)
+    keys = make_keys(2)
+    assert store_chain(second, keys) == [SET_ERROR] * 2
+    first.end_sweep(0, 0)
+    # Less than the interval between listings.
+    wait_for(lambda: store_chain(second, keys) in ([STORED] * 2, [PRESENT] * 2))
+    first.close()
+
+
+def stale(name: str) -> Faulty:
+    """Return a system on which the handle of each file or directory with this name is stale."""
+
+    def before(call: str, number: int, args: tuple[Any, ...]) -> None:
+        if call in ("open", "lstat") and str(args[0]).endswith(name):
+            raise OSError(errno.ESTALE, "stale")
+
+    return Faulty(before)
+
+
+def test_a_page_that_another_machine_has_just_replaced_is_a_miss(tmp_path: Path) -> None:
+    keys = make_keys(3)
+    store_chain(open_shared(tmp_path / "pages"), keys)
+    store = open_shared(tmp_path / "pages", system=stale(keys[1].hex()))
+    assert load(store, keys) == [HIT, MISS, HIT]
+    assert store.backend.batch_has(keys, deadline=soon()) == [True, False, True]
+    assert store_chain(store, keys) == [PRESENT, STORED, PRESENT]
+    assert not store.backend.statistics().errors
+
+
+def test_a_root_whose_handle_stays_stale_is_an_error(tmp_path: Path) -> None:
+    """The control: such a store does not look empty."""
+    system = stale("")
+    system.armed = False
+    store = open_shared(tmp_path / "pages", system=system)
+    keys = make_keys(2)
+    store_chain(store, keys)
+    system.armed = True
+    assert load(store, keys) == [GET_ERROR] * 2
+    assert store.backend.statistics().errors == {"ESTALE": 2}
+
+
+def test_a_lease_that_another_engine_has_just_replaced_is_not_free(tmp_path: Path) -> None:
+    first = SharedFilesDriver(CODEC, shared_options(tmp_path / "pages"))
+    assert first.begin_sweep(needs_room=False)
+    first.end_sweep(5, 500)
+    system = stale("sweeper")
+    second = SharedFilesDriver(CODEC, shared_options(tmp_path / "pages"), system=system)
+    assert not second.begin_sweep(needs_room=True)
+    system.armed = False
+    assert not second.begin_sweep(needs_room=True)
+    assert (second.swept.pages, second.swept.bytes) == (5, 500)
+    first.close()
+    assert second.begin_sweep(needs_room=True)
+    second.close()
+
+
+def hanging(root: Path, returns: threading.Event, clock: ManualClock) -> SharedFilesDriver:
+    """Open a driver of two threads whose lookups return after an event."""
+
+    def wait(call: str, number: int, args: tuple[Any, ...]) -> None:
+        if call == "lstat":
+            assert returns.wait(WAIT_S)
+
+    return SharedFilesDriver(CODEC, shared_options(root, io_threads=2), system=Faulty(wait), clock=clock)
+
+
+def test_after_calls_that_were_only_late_the_next_one_waits_for_a_thread(tmp_path: Path) -> None:
+    returns, clock = threading.Event(), ManualClock()
+    driver = hanging(tmp_path / "pages", returns, clock)
+    clock.advance(WAIT_S)  # its time does not pass while the test waits
+    keys = make_keys(3)
+    assert driver.find(NAMESPACE, keys, soon(0.01)) == ["deadline"] * 3
+    late = threading.Timer(0.02, returns.set)
+    late.start()
+    assert driver.find(NAMESPACE, keys, soon()) == [False] * 3
+    late.join()
+    driver.close()
+
+
+def test_after_calls_that_hang_the_next_one_fails_at_once(tmp_path: Path) -> None:
+    """The control."""
+    returns, clock = threading.Event(), ManualClock()
+    driver = hanging(tmp_path / "pages", returns, clock)
+    assert driver.find(NAMESPACE, make_keys(3), soon(0.01)) == ["deadline"] * 3
+    clock.advance(1.0)
+    with pytest.raises(StoreError, match="hangs"):
+        driver.find(NAMESPACE, make_keys(3), soon())
+    returns.set()
+    driver.close()

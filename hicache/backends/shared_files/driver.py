@@ -150,6 +150,8 @@ class SharedFilesDriver:
                 if found is not None and is_use:
                     self._use(name, (namespace, keys[position]), found.st_mtime)
                 answers[position] = found is not None
+            except FileNotFoundError:
+                answers[position] = False
             except OSError as error:
                 answers[position] = error_name(error)
 

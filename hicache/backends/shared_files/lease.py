@@ -27,13 +27,15 @@ from dataclasses import asdict, dataclass, replace
 from ...clock import Clock
 from ..driver import Swept
 from ..file.pages import CREATE_FLAGS, FULL_ERRNOS, System, read_start
-from .root import Root
+from .root import MARKER, Root
 
 LEASE_FILE = "sweeper"
 LEASE_S = 180.0  # three intervals between listings: see `limit`
 BEAT_S = 10.0
 URGENT_S = 15.0
 _BYTES_MAX = 4096
+# Stands for an owner whose name cannot be read yet.
+_REPLACED = "replaced"
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +134,12 @@ class SweepLease:
             found = _Lease(**json.loads(data))
         except (FileNotFoundError, ValueError, TypeError, RecursionError):
             return None
+        except OSError as error:
+            if error.errno != errno.ESTALE:
+                raise
+            # Is stale too if the handle of the root is; otherwise another engine has just replaced the file.
+            read_start(self._system, self._root.fd, MARKER, 1)
+            return replace(self._found or _Lease(written_s=self._clock.wall_s()), owner=_REPLACED)
         is_valid = all(type(value) is type(default) for value, default in zip(
             asdict(found).values(), asdict(_Lease()).values(), strict=True))  # fmt: skip
         return found if is_valid and min(found.begun, found.ended, found.pages, found.bytes) >= 0 else None

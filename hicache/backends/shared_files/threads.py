@@ -2,9 +2,10 @@
 
 A call runs on a thread of the pool, with a buffer of that thread. At the deadline the caller leaves: the thread stays
 in the call until the system returns. It uses the caller's pages only through `Lent`, so not after that. When all
-threads are held so, each further call fails at once.
+threads are held so for a moment, each further call fails at once.
 
-Locking design: `Lent._state` guards its fields. Each thread has its own buffer in `_buffers`.
+Locking design: `Lent._state` guards its fields. Each thread has its own buffer in `_buffers`. `_left_at_s` is one
+reference, written by any caller.
 """
 
 from __future__ import annotations
@@ -22,6 +23,9 @@ from ..errors import ErrorKind, StoreError
 
 T = TypeVar("T")
 R = TypeVar("R")
+
+# A call that takes longer after its caller has left hangs. A busy machine makes calls of some 10 ms.
+_SLOW_S = 0.25
 
 
 class Lent(Generic[T]):
@@ -59,6 +63,8 @@ class AbandonableCalls:
 
     def __init__(self, threads: int, clock: Clock) -> None:
         self._threads = threads
+        self._clock = clock
+        self._left_at_s = -math.inf  # when a caller last left its calls
         self._buffers = threading.local()
         # No `on_error`: the call of the store counts a page that a bug leaves without an outcome.
         self._pool = SupervisedPool[Any]("shared-files", threads, clock=clock)
@@ -91,12 +97,18 @@ class AbandonableCalls:
     def each(self, count: int, work: Callable[[int], None], deadline: float) -> bool:
         """Call `work` for each position below `count`, several at a time. Return False if one has not ended by the
         deadline. Raises StoreError if all threads hang, or if the system cannot start one."""
-        if self._pool.abandoned >= self._threads:
-            raise StoreError(ErrorKind.HANGS)
         try:
-            return self._pool.run_until(count, work, deadline)
+            if self._pool.abandoned >= self._threads:
+                # The calls may be slow, or a deadline of milliseconds may have left them.
+                until = min(deadline, self._left_at_s + _SLOW_S)
+                if self._clock() >= until or self._pool.call(lambda: True, until) is None:
+                    raise StoreError(ErrorKind.HANGS)
+            has_ended = self._pool.run_until(count, work, deadline)
         except NoThread:
             raise StoreError(ErrorKind.NO_THREAD) from None
+        if not has_ended:
+            self._left_at_s = self._clock()
+        return has_ended
 
     def buffer(self, size: int) -> memoryview:
         """Return `size` bytes of this thread's buffer."""
