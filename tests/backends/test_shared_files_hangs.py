@@ -219,27 +219,24 @@ def test_a_lent_value_is_taken_back_after_its_blocks_and_lent_to_none_after_that
     lent, entered, go, taken = Lent("value"), threading.Event(), threading.Event(), threading.Event()
     seen: list[str | None] = []
 
-    def use() -> None:
-        with lent.use() as mine:
-            entered.set()
-            go.wait(WAIT_S)
-            seen.append(mine)
-            assert not taken.is_set()
+    def hold(mine: str) -> None:
+        entered.set()
+        go.wait(WAIT_S)
+        seen.append(mine)
+        assert not taken.is_set()
 
     def take_back() -> None:
         lent.take_back()
         seen.append("taken")
         taken.set()
 
-    user, owner = threading.Thread(target=use), threading.Thread(target=take_back)
+    user, owner = threading.Thread(target=lent.use, args=(hold,)), threading.Thread(target=take_back)
     user.start()
     assert entered.wait(WAIT_S)
-    with lent.use() as mine:
-        assert mine == "value"
+    assert lent.use(str.upper) == "VALUE"
     owner.start()
     wait_for(lambda: lent._value is None)
-    with lent.use() as mine:
-        assert mine is None
+    assert lent.use(str.upper) is None
     assert not taken.is_set()
     go.set()
     owner.join(WAIT_S)
@@ -377,7 +374,7 @@ def test_opening_on_a_mount_that_hangs_fails_and_leaves_nothing_once_it_works(
 
 
 @pytest.mark.long
-def test_closing_leaves_a_thread_that_hangs_its_descriptor_of_the_root(tmp_path: Path) -> None:
+def test_closing_leaves_the_root_to_a_thread_that_hangs_which_closes_it(tmp_path: Path) -> None:
     """Otherwise its call could go to another file with the same number. The control: without a hanging thread the
     descriptor is closed."""
     root, hang = tmp_path / "s", Hang("lstat")
@@ -394,7 +391,8 @@ def test_closing_leaves_a_thread_that_hangs_its_descriptor_of_the_root(tmp_path:
     assert store.backend.batch_exists(KEYS, deadline=soon()) == 0
     hang.release()
     wait_for(lambda: driver._calls._pool.alive == 0)
-    os.close(driver._root.fd)
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
+        os.fstat(driver._root.fd)
 
 
 def test_closing_a_store_whose_file_system_fails_is_quiet(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -376,6 +376,8 @@ class SharedFilesDriver:
                 else:
                     removed[position] = self._root.call(self._remove_found, name, found[position])
                 kinds[position] = ""
+            except FileNotFoundError:
+                kinds[position] = ""
             except OSError as error:
                 kinds[position] = error_name(error)
 
