@@ -125,7 +125,7 @@ class FileDriver:
         """Warn if other machines may use the file system: the store opens, but only for this machine."""
         kind, path = self._store.system.file_system(self._store.root_fd), str(self.options.path)
         if is_shared(kind):
-            _limits_log.warn(f"sharing {path}", "file store %s: its file system is %s; " + ONE_MACHINE, path, kind)
+            _limits_log.warn(f"sharing {path}", "file store %s: its file system is %s; %s", path, kind, ONE_MACHINE)
 
     def _fit(self, frame_bytes: int) -> None:
         """Evict the pages over the limits, and warn of limits without room."""

@@ -281,7 +281,7 @@ class OwnerFile:
             return
         if not (self._is_there() and self._renew()):
             self.release()
-            raise UsedElsewhere("this process stopped for so long that another machine may use it")
+            raise UsedElsewhere("its owner file was removed in a long transaction, so another machine may use it")
         if age_s >= _SILENCE_S:
             self._exclude()
 
