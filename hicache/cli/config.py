@@ -23,6 +23,7 @@ from ..units import counted
 from .arguments import FILE, PATH, is_dash, read_dash
 from .main import FOUND_EXIT_CODE
 from .progress import width
+from .stores import parts_of_storage
 
 _MARKDOWN_HEAD = f"""\
 # Configuration
@@ -109,8 +110,8 @@ def check(file: Path | None, settings: tuple[str, ...], as_json: bool) -> None:
     """Check FILE together with HICACHE_* variables, and print the effective configuration as YAML.
 
     FILE may be -, for standard input; the default is the value of HICACHE_CONFIG_FILE. The check also imports the
-    storage backend, reads the key files and checks the addresses of events. It does not open a store or a port. Exit
-    code 1 if the configuration is rejected.
+    storage backend, reads the key files and checks the addresses of events. It does not open a store or a port. It
+    warns of a file store on a file system that several machines share. Exit code 1 if the configuration is rejected.
     """
     if file is None and FILE_VARIABLE not in os.environ:
         raise click.UsageError(f"pass a FILE, or set the variable {FILE_VARIABLE}")
@@ -122,6 +123,8 @@ def check(file: Path | None, settings: tuple[str, ...], as_json: bool) -> None:
         message = str(error) if path == file else str(error).replace(f"file {path}", "standard input")
         click.echo(f"hicache: {message}", err=True)
         raise click.exceptions.Exit(FOUND_EXIT_CODE) from error
+    for warning in _warnings(loaded):
+        click.echo(f"hicache: warning: {warning}", err=True)
     # On standard error, so that standard output can be loaded as YAML.
     click.echo("ok", err=True)
     if as_json:
@@ -181,6 +184,16 @@ def check_surroundings(loaded: HiCacheConfig) -> None:
         problems.append(f"events: {str(error).removeprefix('events: ')}")
     if problems:
         raise ConfigError("\n  ".join([f"the configuration has {counted(len(problems), 'problem')}:", *problems]))
+
+
+def _warnings(loaded: HiCacheConfig) -> Iterator[str]:
+    """Yield what may go wrong with an accepted configuration on this machine. Opens no store, only paths for
+    lookups."""
+    from ..backends.file.mounts import ONE_MACHINE, file_system, is_shared  # noqa: PLC0415 - imports SQLite
+
+    for part in () if loaded.storage is None else parts_of_storage(loaded.storage):
+        if part.directory is not None and is_shared(kind := file_system(part.directory)):
+            yield f"store {part.name}: the file system of {part.directory} is {kind}; {ONE_MACHINE}"
 
 
 def parse_settings(settings: tuple[str, ...]) -> dict[str, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import os
 import time
@@ -13,6 +12,7 @@ from pathlib import Path
 from cryptography import x509
 
 from ..backends.errors import StoreError
+from ..backends.file.mounts import ONE_MACHINE, file_system, is_shared
 from ..backends.http import Connection, ConnectionPool, Head, read_small
 from ..backends.remote.access import open_access as open_remote
 from ..backends.remote.client import DaemonClient
@@ -32,9 +32,6 @@ CALL_S = 5.0
 _SKEW_S_MAX = 60.0
 _EXPIRES_SOON = datetime.timedelta(days=14)
 _BODY_BYTES_MAX = 1 << 20
-_NETWORK_SYSTEMS = frozenset({
-    "nfs", "nfs4", "cifs", "smb3", "ceph", "lustre", "gpfs", "beegfs", "glusterfs", "9p", "afs", "ocfs2", "gfs2",
-})  # fmt: skip
 
 
 def certificates(subject: Subject) -> Iterator[Row]:
@@ -78,26 +75,14 @@ def volume(name: str, options: FileStorageOptions, used_bytes: int) -> Row:
     if room <= 0:
         verdict = Verdict.FAIL
         advice = f"no page fits above the floor: free space, or set free_space_floor below {format_size(free)}"
-    elif system in _NETWORK_SYSTEMS or system.startswith("fuse."):
-        verdict, advice = Verdict.WARN, "a file store is for one machine and a local disk; use redis or s3 for several"
+    elif is_shared(system):
+        verdict, advice = Verdict.WARN, ONE_MACHINE
     elif options.capacity is not None and options.capacity > room:
         verdict, advice = Verdict.WARN, f"the volume allows {format_size(room)}; lower capacity to it"
-    elif system in ("tmpfs", "ramfs", "overlay"):
-        lost = "with the container" if system == "overlay" else "at a restart of the machine, and it uses its memory"
+    elif system in ("tmpfs", "ramfs", "overlay", "fuse.fuse-overlayfs"):
+        lost = "with the container" if "overlay" in system else "at a restart of the machine, and it uses its memory"
         verdict, advice = Verdict.WARN, f"the pages are lost {lost}; mount a disk there"
     return Row(f"{name} volume", verdict, finding, advice, figures)
-
-
-def file_system(path: Path) -> str:
-    """Return the type of the file system of an existing path; `unknown` if the system does not say."""
-    device = os.stat(path).st_dev
-    wanted = f"{os.major(device)}:{os.minor(device)}"
-    with contextlib.suppress(OSError):
-        for line in reversed(Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()):
-            head, _, tail = line.partition(" - ")
-            if head.split()[2] == wanted:
-                return tail.split()[0]
-    return "unknown"
 
 
 def credentials(part: StorePart) -> Iterator[Row]:

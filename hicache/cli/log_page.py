@@ -132,6 +132,11 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "file store ...: free_space_floor": "At opening, once an hour. Lower it, or use a larger disk.",
         "file store ...: capacity": "At opening, once an hour. The store keeps the pages that fit. Lower it, or "
         "use a larger disk.",
+        "file store ...: its file system": "At opening, once an hour. The store works for this machine alone. For "
+        "several, use `shared_files`, a daemon, or a server.",
+        "file store ...: ..., so": "Another machine, or another mount of the directory, took the store while this "
+        "process was silent for 60 s. Pages are read, and not stored, until that process ends or is silent. Use "
+        "`shared_files`, or stop one of them ([why](formats/file_store.md#one-machine)). Once a minute.",
         "file store ...: its files": "A program emptied the directory. Removed pages are misses. `hicache purge` does "
         "it without this line.",
         "file store ...: its index": "HiCache rebuilds it from the files. If it repeats, check the disk.",

@@ -36,7 +36,8 @@ class FileStorageOptions(Section):
 
     path: FileSystemPath = Field(
         description="Directory of the store, on a local disk, of this user and closed to others; created if missing. "
-        "In a volume or shared directory, the store is `hicache` below it (docs/formats/file_store.md).",
+        "Only one machine can use it at a time; `shared_files` is for several. In a volume or a directory that users "
+        "share, the store is `hicache` below it (docs/formats/file_store.md).",
     )
     capacity: TierSize | None = Field(
         default=10 * GIB,

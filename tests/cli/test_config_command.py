@@ -12,6 +12,7 @@ from hicache.cli.main import main
 from hicache.config import load_config
 from hicache.config.entries import all_entries
 from hicache.config.ready import ready_files
+from tests.fuse import mounted
 
 
 def invoke(*args: str, **environ: str) -> Result:
@@ -61,6 +62,26 @@ def test_check_accepts_backends_that_exist_and_opens_none(tmp_path: Path) -> Non
     assert not store.exists()
     file.write_text("storage: {type: memory, options: {capacity: 5}}\n")
     assert "did you mean 'capacity_bytes'?" in invoke("check", str(file)).stderr
+
+
+def test_check_warns_of_a_file_store_on_a_file_system_that_machines_share(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir()
+    file, disk, shared = tmp_path / "x.yaml", tmp_path / "disk", tmp_path / "shared"
+    file.write_text(f"""storage:
+  type: levels
+  options:
+    levels:
+    - {{name: near, type: file, options: {{path: {disk}}}}}
+    - {{name: far, type: file, options: {{path: {shared}/missing/pages}}}}
+""")
+    with mounted(tmp_path / "source", shared):
+        result = invoke("check", str(file))
+        assert not list((tmp_path / "source").iterdir())
+    assert result.exit_code == 0
+    warning, ok = result.stderr.splitlines()
+    assert warning.startswith(f"hicache: warning: store far: the file system of {shared}/missing/pages is fuse")
+    assert ok == "ok" and "shared_files" in warning
+    assert invoke("check", str(file)).stderr == "ok\n", "the control: the mount has ended"
 
 
 def test_check_reads_all_key_files_and_no_variables(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 from hicache.backends.registry import BackendSpec, open_stored
 from hicache.cli import doctor_probe, doctor_stores
 from hicache.cli.doctor_machine import Verdict, gpu
-from hicache.cli.doctor_stores import file_system, volume
+from hicache.cli.doctor_stores import volume
 from hicache.cli.main import main
 from hicache.config import FileStorageOptions
 from hicache.lab.devservers import DevService, SeaweedServer, ValkeyServer
@@ -26,6 +26,7 @@ from hicache.lab.devservers.ports import LOOPBACK, free_ports
 from tests.certificates import ending_certificate, make_certificates
 from tests.cli.processes import TIMEOUT_S, finish, start
 from tests.daemon.daemons import Daemon
+from tests.fuse import mounted
 from tests.waiting import wait_for
 
 VERDICTS = {"ok", "info", "warn", "fail"}
@@ -176,11 +177,20 @@ def test_a_full_volume_and_a_floor_above_it_fail_with_the_numbers(tmp_path: Path
     assert (found["file volume"]["verdict"], found["file"]["verdict"]) == ("warn", "ok")
 
 
-def test_the_type_of_a_file_system_is_that_of_its_mount() -> None:
-    assert file_system(Path("/proc/self")) == "proc"
+def test_a_volume_in_memory_is_a_warning() -> None:
     options = FileStorageOptions(path=Path("/dev/shm/none/pages"), capacity=None, free_space_floor=0)
     found = volume("file", options, 0)
     assert (found.figures["system"], found.verdict) == ("tmpfs", Verdict.WARN) and "mount a disk" in found.advice
+
+
+def test_a_volume_that_machines_share_is_a_warning_and_the_store_is_tried(tmp_path: Path) -> None:
+    (tmp_path / "source").mkdir(mode=0o700)
+    with mounted(tmp_path / "source", tmp_path / "shared"):
+        storage = file_storage(tmp_path / "shared", free_space_floor=0)
+        found = rows(doctor(configured(tmp_path, storage), "--json"))
+        assert (found["file volume"]["verdict"], found["file"]["verdict"]) == ("warn", "ok")
+        assert "shared_files" in found["file volume"]["advice"]
+        assert found["file volume"]["figures"]["system"].startswith("fuse")
 
 
 def test_a_store_smaller_than_a_page_fails(tmp_path: Path) -> None:

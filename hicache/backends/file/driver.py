@@ -34,6 +34,7 @@ from ..driver import Answer, Incidents
 from ..errors import ErrorKind, StoreError
 from ..pages import PageReads, PageWrites
 from .index import Index, PageRow
+from .mounts import ONE_MACHINE, is_shared
 from .pages import (
     Identity,
     NotThePage,
@@ -117,7 +118,14 @@ class FileDriver:
         self._listeners: dict[bytes, EvictionListener] = {}
         self._capacity.on_evicted = self._evicted
         if codec is not None:
+            self._warn_of_sharing()
             self._fit(codec.frame_bytes)
+
+    def _warn_of_sharing(self) -> None:
+        """Warn if other machines may use the file system: the store opens, but only for this machine."""
+        kind, path = self._store.system.file_system(self._store.root_fd), str(self.options.path)
+        if is_shared(kind):
+            _limits_log.warn(f"sharing {path}", "file store %s: its file system is %s; %s", path, kind, ONE_MACHINE)
 
     def _fit(self, frame_bytes: int) -> None:
         """Evict the pages over the limits, and warn of limits without room."""

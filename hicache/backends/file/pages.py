@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 from ...frame import Damage, TagStream, without_first
+from .mounts import file_system_of, mount_id
 
 TMP_DIR = "tmp"
 LOCK_FILE = "lock"
@@ -54,6 +55,9 @@ _IOV_MAX = os.sysconf("SC_IOV_MAX")
 # File system times advance in steps of several milliseconds. If a directory's last change is at least this old, its
 # listing contains all changes.
 _SETTLED_NS = 1_000_000_000
+
+# Longer than a machine id, a boot id or the name of a host (64 characters).
+_FACT_CHARS_MAX = 128
 
 NOT_REGULAR = "not_regular"
 SIZE = Damage.SIZE.value
@@ -135,7 +139,7 @@ class System:
         """Return True if the directory is the root of a mount, such as a volume. `/` is not."""
         above = self.step("..", dir_fd=fd)
         try:
-            return _mount_id(fd) != _mount_id(above)
+            return mount_id(fd) != mount_id(above)
         finally:
             self.close(above)
 
@@ -171,12 +175,20 @@ class System:
     def statvfs(self, fd: int) -> os.statvfs_result:
         return os.statvfs(fd)
 
+    def touch(self, fd: int) -> None:
+        """Set the times of an open file to the present time of its file system."""
+        os.utime(fd)
 
-def _mount_id(fd: int) -> str:
-    """Return the number of the mount of an open file (proc(5), `/proc/pid/fdinfo`); empty text if it is unknown."""
-    with contextlib.suppress(OSError), open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as lines:
-        return next((line for line in lines if line.startswith("mnt_id:")), "")
-    return ""
+    def file_system(self, fd: int) -> str:
+        """Return the type of the file system of an open file."""
+        return file_system_of(fd)
+
+    def fact(self, path: str) -> str:
+        """Return the first word of a file in which the system describes this machine, such as /etc/machine-id; `-` if
+        there is none."""
+        with contextlib.suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
+            return (file.read(_FACT_CHARS_MAX).split() or ["-"])[0]
+        return "-"
 
 
 def is_hex(name: str, digits: int) -> bool:

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
-import os
 import stat
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping
 
 from ...frame import FRAME_ALIGN, HEADER_BYTES, NO_PARENT, FrameHeader
 from ...keys import FORMAT_VERSION, PAGE_KEY_BYTES
 from ..base import PageId, StoredPage
 from .index import Index, PageRow
+from .owners import OWNER_SUFFIX, living, owner_of
 from .pages import (
     LIST_FLAGS,
-    NOT_A_FILE_ERRNOS,
     NOT_REGULAR,
     TMP_DIR,
     System,
@@ -34,8 +32,6 @@ from .pages import (
     remove_page,
 )
 
-OWNER_SUFFIX = ".alive"
-OWNER_HEX_DIGITS = 16
 _FANS = 256
 # The errors of a device for one unreadable page. The other pages are not affected.
 _SICK_ERRNOS = frozenset({errno.EIO, errno.EBADMSG, errno.EUCLEAN})
@@ -108,13 +104,6 @@ def listed(system: System, root_fd: int, folder: str) -> list[str] | None:
         system.close(fd)
 
 
-def owner_of(name: str) -> str | None:
-    """Return the owner of a file in `tmp`, None if HiCache did not create the file."""
-    owner, _, rest = name.partition(".")
-    ours = is_hex(owner, OWNER_HEX_DIGITS) and (rest.isdigit() or f".{rest}" == OWNER_SUFFIX)
-    return owner if ours else None
-
-
 def reap(index: Index, system: System, root_fd: int, own: str) -> bool:
     """Remove the leftovers of dead processes: temporary files, reservations, owner files. Return True if there were
     any.
@@ -124,10 +113,7 @@ def reap(index: Index, system: System, root_fd: int, own: str) -> bool:
     tmp_fd = system.open(TMP_DIR, LIST_FLAGS, dir_fd=root_fd)
     try:
         names = [name for name in system.listdir(tmp_fd) if owner_of(name) is not None]
-        alive = {own}
-        for name in names:
-            if name.endswith(OWNER_SUFFIX) and _is_locked(system, tmp_fd, name):
-                alive.add(str(owner_of(name)))
+        alive = living(system, root_fd, tmp_fd, names, own)
         # Owner files are removed last: after a kill in between, the dead owner is still recognized.
         dead = sorted((name for name in names if owner_of(name) not in alive), key=lambda n: n.endswith(OWNER_SUFFIX))
         for name in dead:
@@ -154,37 +140,23 @@ def _remove(system: System, tmp_fd: int, name: str) -> None:
             system.rmdir(name, dir_fd=tmp_fd)
 
 
-def _is_locked(system: System, tmp_fd: int, name: str) -> bool:
-    try:
-        fd = system.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=tmp_fd)
-    except OSError as error:
-        # Its owner has just closed the store, or it is a link, a socket or a directory, which owners do not create.
-        if error.errno not in (errno.ENOENT, errno.EISDIR, *NOT_A_FILE_ERRNOS):
-            raise
-        return False
-    try:
-        system.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        system.close(fd)
-    return False
-
-
-def reconcile(index: Index, system: System, root_fd: int, *, keep_damaged: bool = False) -> None:
+def reconcile(
+    index: Index, system: System, root_fd: int, *, keep_damaged: bool, beat: Callable[[], None]
+) -> None:
     """Compare every page file with its row: forget rows without files, adopt whole files without rows, remove
     damaged files.
 
     With `keep_damaged` damaged files only lose their rows: a tool that counts damage removes them itself, one by one.
-    Directories and files with other names are ignored.
+    Directories and files with other names are ignored. Calls `beat` again and again, which may raise OSError.
     """
     on_disk = {bytes.fromhex(name) for name in system.listdir(root_fd) if is_hex(name, 64)}
     for namespace in sorted(on_disk | set(index.namespaces())):
         fans = set(listed(system, root_fd, namespace.hex()) or ())
-        kept = sum(
-            _reconcile_fan(index, system, root_fd, namespace, fan, f"{fan:02x}" in fans, keep_damaged=keep_damaged)
-            for fan in range(_FANS)
-        )
+        kept = 0
+        for fan in range(_FANS):
+            beat()
+            is_there = f"{fan:02x}" in fans
+            kept += _reconcile_fan(index, system, root_fd, namespace, fan, is_there, keep_damaged=keep_damaged)
         if not kept and namespace in on_disk:
             remove_empty(system, root_fd, namespace.hex())
     index.recount()

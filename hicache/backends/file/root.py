@@ -25,6 +25,7 @@ from collections.abc import Callable
 from ...errors import BackendUnavailable, NotOurs
 from ...frame import HEADER_BYTES, FrameHeader
 from .index_file import index_files
+from .owners import owner_of
 from .pages import (
     DIR_MODE,
     LIST_FLAGS,
@@ -37,7 +38,7 @@ from .pages import (
     read_head,
     read_start,
 )
-from .reconcile import listed, owner_of
+from .reconcile import listed
 
 MARKER = "HICACHE_STORE"
 # The root in a directory that this user cannot close to others.

@@ -18,9 +18,12 @@ read-only, the store is open without an index: pages are read, which needs no in
 transaction tries again and fails.
 
 A process is identified by its owner file in `tmp`, which it keeps locked: unlike a process id, a lock works across
-containers and ends with its process. The locks are flock's. POSIX record locks would not pass to the child of a fork,
-but they end when any descriptor of the file is closed in the process, and do not exclude two openings in one process.
-An flock ends with the last copy of its descriptor, so a child closes its copies right after the fork (`_after_fork`).
+containers and ends with its process. Between machines it may not work, so they exclude each other: see `owners`. A
+transaction whose owner file is gone claims the store again, and then trusts neither its open index nor its rows.
+
+The locks are flock's. POSIX record locks would not pass to the child of a fork, but they end when any descriptor of the
+file is closed in the process, and do not exclude two openings in one process. An flock ends with the last copy of its
+descriptor, so a child closes its copies right after the fork (`_after_fork`).
 
 SQLite opens files by path. So each transaction first compares the path with the open root; if they differ, the root was
 moved or replaced, and the transaction fails with ESTALE. Between that check and SQLite's own opening, only a user who
@@ -55,6 +58,7 @@ from ...logs import LimitedLog
 from ..base import PageId
 from .index import Index, IndexDamaged
 from .index_file import IndexFile
+from .owners import HEARTBEAT_S, OWNER_HEX_DIGITS, OwnerFile, UsedElsewhere
 from .pages import (
     FULL_ERRNOS,
     LOCK_FILE,
@@ -63,10 +67,9 @@ from .pages import (
     System,
     file_id,
     find_id,
-    make_folder,
     remove_page,
 )
-from .reconcile import OWNER_HEX_DIGITS, OWNER_SUFFIX, reap, reconcile
+from .reconcile import reap, reconcile
 from .root import MARKER, open_root, write_marker
 
 _log = logging.getLogger(__name__)
@@ -77,6 +80,11 @@ _limited_log = LimitedLog(_log, 60.0)
 OPEN_TIMEOUT_S = 60.0
 _POLL_S_FIRST = 0.0002
 _POLL_S_MAX = 0.005
+_ADVICE = (
+    "a store of type file is for one machine: for a directory that several machines share use storage.type "
+    f"shared_files, or share a daemon (remote), redis, s3 or mooncake; if that process has ended, wait "
+    f"{HEARTBEAT_S:.0f} s"
+)
 # SQLite opens no file whose name, with the journal's, is longer than 512 bytes.
 _PATH_BYTES_MAX = 480
 # Building an index scans the store. After a long build that found no room, transactions fail without another build for
@@ -117,8 +125,8 @@ class FileStore:
     With `keep_damaged` damaged files are not removed, only their rows: for a tool that counts its removals. `owner` is
     the name of this opening in `tmp`. `leftovers` are the writers (see `new_writer`) whose reservations and temporary
     files could not be released after a failure; `sweep` tries again. `at_fork` is called in the child of a fork, where
-    operations under the lock fail. The constructor raises NotOurs and BackendUnavailable, but not for a full or
-    read-only disk, and blocks up to OPEN_TIMEOUT_S.
+    operations under the lock fail. The constructor raises NotOurs and BackendUnavailable, also if another machine uses
+    the store, but not for a full or read-only disk. It blocks up to OPEN_TIMEOUT_S.
     """
 
     def __init__(
@@ -137,10 +145,8 @@ class FileStore:
         self._keep_damaged = keep_damaged
         self._thread_lock = threading.Lock()
         self._lock_fd: int | None = None
-        self._owner_fd: int | None = None
-        self._owner_id: tuple[int, int] | None = None
         self._ended: tuple[int, str] | None = None
-        self._is_closed = False
+        self._is_open = self._is_closed = False
         self._doubtful = True
         self._clock = clock
         self._pause_until = -math.inf
@@ -149,13 +155,18 @@ class FileStore:
             raise BackendUnavailable(f"file store: the path is longer than {_PATH_BYTES_MAX} bytes; use a shorter one")
         self.path, self.root_fd = self._open_root(path, create)
         self._index_file = IndexFile(self.system, self.path, self.root_fd)
+        self._owner_file = OwnerFile(self.system, self.root_fd, self.owner, clock)
         _stores.add(self)
         try:
             self._root_id = file_id(self.system.fstat(self.root_fd))
             self._open()
+            self._is_open = True
         except BackendUnavailable:
             self.close()
             raise
+        except UsedElsewhere as error:
+            self.close()
+            raise BackendUnavailable(f"file store {self.path}: {error.strerror}; {_ADVICE}") from error
         except OSError as error:
             self.close()
             raise BackendUnavailable(f"file store {self.path}: {error}; check disk, permissions, space") from error
@@ -208,10 +219,20 @@ class FileStore:
         """
         removal = Removal()
         with self._locked(deadline):
+            self._claim_to_remove()
             try:
                 yield removal
             finally:
                 self._forget(removal)
+
+    def _claim_to_remove(self) -> None:
+        """Raise UsedElsewhere if the pages are another machine's now. A full disk does not matter."""
+        try:
+            self._claim()
+        except UsedElsewhere:
+            raise
+        except OSError as error:
+            _log.debug("file store %s: removes pages without an owner file: %s", self.path, error)
 
     def _forget(self, removal: Removal) -> None:
         if not removal.pages:
@@ -279,6 +300,7 @@ class FileStore:
         index = self._begin()
         try:
             yield index
+            self._owner_file.beat()
             index.commit()
         except BaseException as error:
             # The rows are as before, but files may have changed.
@@ -311,8 +333,11 @@ class FileStore:
             if self._doubtful:
                 index.begin()
                 reap(index, self.system, self.root_fd, self.owner)
-                reconcile(index, self.system, self.root_fd, keep_damaged=self._keep_damaged)
+                reconcile(
+                    index, self.system, self.root_fd, keep_damaged=self._keep_damaged, beat=self._owner_file.beat
+                )
                 index.mark_sound()
+                self._owner_file.beat()
                 index.commit()
                 self._doubtful = False
             index.begin()
@@ -322,38 +347,27 @@ class FileStore:
         return index
 
     def _claim(self) -> None:
-        """Create and lock the owner file, under the store's lock, so that other processes do not consider its owner
-        dead.
+        """Hold the owner file, under the store's lock, so that other processes do not consider its owner dead.
 
-        Repeated if it or `tmp` was removed: without it others would remove this opening's files. So is the marker,
-        without which the next opening would reject the directory.
+        It may have been removed: by a user, or by another machine after a silence of this process. So may the marker,
+        without which the next opening would reject the directory. Raises UsedElsewhere and OSError.
         """
+        try:
+            is_new = self._owner_file.hold()
+        except UsedElsewhere as error:
+            if self._is_open:
+                _limited_log.warn(
+                    f"elsewhere {self.path}", "file store %s: %s, so nothing is stored here; %s",
+                    self.path, error.strerror, _ADVICE,
+                )  # fmt: skip
+            raise
+        if is_new:
+            # SQLite may have stale parts of the index in memory.
+            self._index_file.close()
+            self._doubtful = True
         if self._find(MARKER) is None:
             _log.warning("file store %s: its files were removed; writing its marker again", self.path)
             write_marker(self.root_fd, self.system)
-        if self._owner_fd is not None and self._find(self._owner_name) == self._owner_id:
-            return
-        self._disown()
-        make_folder(self.system, self.root_fd, TMP_DIR)
-        self._owner_fd = self.system.open(self._owner_name, OPEN_OR_CREATE_FLAGS, dir_fd=self.root_fd)
-        try:
-            self.system.flock(self._owner_fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            self._owner_id = file_id(self.system.fstat(self._owner_fd))
-        except OSError:
-            self._disown()
-            raise
-
-    @property
-    def _owner_name(self) -> str:
-        return f"{TMP_DIR}/{self.owner}{OWNER_SUFFIX}"
-
-    def _disown(self) -> None:
-        fd, self._owner_fd = self._owner_fd, None
-        if fd is not None:
-            with contextlib.suppress(OSError):
-                self.system.unlink(self._owner_name, dir_fd=self.root_fd)
-            with contextlib.suppress(OSError):
-                self.system.close(fd)
 
     def _find(self, name: str) -> tuple[int, int] | None:
         return find_id(self.system, self.root_fd, name)
@@ -379,7 +393,7 @@ class FileStore:
 
     def _free_locked(self) -> None:
         self._index_file.close()
-        self._disown()
+        self._owner_file.release()
         fds, self._lock_fd, self.root_fd = (self._lock_fd, self.root_fd), None, -1
         for fd in fds:
             if fd is not None and fd >= 0:
@@ -390,10 +404,10 @@ class FileStore:
         """Release the parent's resources in the child. A thread of the parent may have held each lock at the fork."""
         self._thread_lock = threading.Lock()
         self._ended = (errno.ECHILD, "the store was opened before a fork; open it again in this process")
-        for fd in (self._lock_fd, self._owner_fd):
-            if fd is not None:
-                os.close(fd)
-        self._lock_fd = self._owner_fd = None
+        fd, self._lock_fd = self._lock_fd, None
+        if fd is not None:
+            os.close(fd)
+        self._owner_file.after_fork()
         self._index_file.abandon()
 
 
