@@ -164,8 +164,8 @@ class NixlDriver:
             name = re.fullmatch("([0-9a-f]{64})/../([0-9a-f]{64})", "/".join(path.parts[-3:]))
             with _os_errors(), contextlib.suppress(FileNotFoundError):
                 if name is not None:
-                    ids, status = map(bytes.fromhex, name.groups()), path.lstat()
-                    yield StoredPage(*ids, status.st_size, status.st_atime, _identity(status))
+                    space, key, status = bytes.fromhex(name[1]), bytes.fromhex(name[2]), path.lstat()
+                    yield StoredPage(space, key, status.st_size, status.st_atime, _identity(status))
 
     @_os_errors()
     def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:

@@ -11,7 +11,17 @@ from typing import Any, TypeAlias
 
 import pytest
 import torch
-from aibrix_kvcache import ExternalMemoryRegion, KVCacheBlockLayout, KVCacheBlockSpec, KVCacheTensorSpec, TokenListView
+from aibrix_kvcache import (
+    BaseKVCacheManager,
+    ExternalMemoryRegion,
+    KVCacheBlockLayout,
+    KVCacheBlockSpec,
+    KVCacheConfig,
+    KVCacheTensorSpec,
+    ModelSpec,
+    TokenListView,
+    cache_manager,
+)
 from aibrix_kvcache.l2 import L2Cache
 from aibrix_kvcache.l2.connectors import Connector
 from aibrix_kvcache.l2.key_builders import KeyBuilder
@@ -173,6 +183,29 @@ def test_no_block_after_a_hole_is_served_unlike_by_the_connector_of_aibrix(
     cache.delete(3)
     assert cache.get() == served
     assert cache.wrong_blocks(served) == wrong
+
+
+def test_the_manager_of_aibrix_puts_blocks_and_acquires_them_again(
+    open_cache: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manager has only its second level. Pinned memory needs a GPU: the switch is AIBrix's own, for tests."""
+    monkeypatch.setattr(cache_manager, "TESTING_DISABLE_PIN_MEMORY", True)
+    monkeypatch.setenv("AIBRIX_KV_CACHE_OL_L1_CACHE_ENABLED", "0")
+    monkeypatch.setenv("AIBRIX_KV_CACHE_OL_L2_CACHE_BACKEND", "HICACHE")
+    manager = BaseKVCacheManager(KVCacheConfig(SPEC, ModelSpec(1024, 512)))
+    tokens = TokenListView(range(20 * TOKENS))
+    handle = manager.allocate_for(None, tokens).get()
+    for block in handle.to_tensors():
+        block.uniform_()
+    expected = [block.clone() for block in handle.to_tensors()]
+    assert manager.exists(None, tokens).is_not_found()
+    assert manager.put(None, tokens, handle).get() == manager.exists(None, tokens).get() == 20 * TOKENS
+    count, found = manager.acquire(None, tokens).get()
+    assert count == 20 * TOKENS
+    assert all(torch.equal(one, other) for one, other in zip(found.to_tensors(), expected, strict=True))
+    assert manager.delete(None, tokens).is_ok() and manager.exists(None, tokens).is_not_found()
+    found.release()
+    manager.close()
 
 
 def test_a_full_store_is_one_error(open_cache: Open, tmp_path: Path) -> None:
