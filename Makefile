@@ -4,6 +4,7 @@
 #   make test    check, then all tests, in JOBS processes (default 3, for two cores)
 #   make test-engines  the tests with real engines, vLLM and SGLang, in .venv-engines beside .venv
 #   make test-models   a small model of each supported kind on vLLM, in .venv-engines
+#   make examples-peers  the examples beside other projects, NIXL and AIBrix, in .venv-peers beside .venv
 #   make quick   after each change: ruff, and the tests without servers and without long ones, in 1.5 to 2 minutes
 #   make check   ruff, mypy and the import layers
 #   make soak    all tests, the random ones for longer: SOAK_FACTOR (default 20) times as many examples and seeds
@@ -14,7 +15,7 @@
 #   make bench   the benchmarks, as ratios; PEER=DIR adds SGLang's tree core from its unpacked wheel
 #   make bench-engines  beside the engines' own offloading, in .venv-engines
 #   make gpu     the tests and benchmarks that need a CUDA device; GPU_PYTHON=python3 where torch is installed already
-#   make clean   removes .venv, .venv-engines, caches and what the demo left behind
+#   make clean   removes .venv, .venv-engines, .venv-peers, caches and what the demo left behind
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -24,6 +25,7 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 ENGINES := .venv-engines
+PEERS := .venv-peers
 PIP_INSTALL := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 # With this set, each process that a test starts would compile the package again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -41,7 +43,8 @@ ENGINE_JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
 
-.PHONY: demo test test-engines test-models quick check soak hostile faults bench bench-engines gpu docs wheel clean
+.PHONY: demo test test-engines test-models examples-peers quick check soak hostile faults bench bench-engines gpu \
+  docs wheel clean
 
 demo: $(VENV)/.demo-stamp
 	$(BIN)/hicache demo $(DEMO_ARGS)
@@ -56,6 +59,15 @@ test-engines: $(ENGINES)/.stamp
 
 test-models: $(ENGINES)/.stamp
 	$(ENGINES)/bin/python -m pytest -n $(ENGINE_JOBS) --dist load --durations=30 tests/models $(PYTEST_ARGS)
+
+# Installed from copies, because building a package leaves files in its directory.
+examples-peers: $(PEERS)/.stamp
+	rm -rf $(PEERS)/examples
+	mkdir $(PEERS)/examples
+	cp -R examples/nixl_backend examples/aibrix_connector $(PEERS)/examples
+	$(PIP_INSTALL) --no-deps --no-index --no-build-isolation --upgrade $(PEERS)/examples/* \
+	  --target "$$($(PEERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')"
+	$(PEERS)/bin/python -m pytest --durations=5 examples/nixl_backend examples/aibrix_connector $(PYTEST_ARGS)
 
 quick: $(VENV)/.test-stamp
 	$(BIN)/ruff check .
@@ -108,7 +120,7 @@ wheel: $(VENV)/.test-stamp
 	$(BIN)/twine check --strict $(DIST)/hicache-*
 
 clean:
-	rm -rf $(VENV) $(ENGINES) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist demo-data replay-data .demo
+	rm -rf $(VENV) $(ENGINES) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist demo-data replay-data .demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/.demo-stamp: pyproject.toml constraints.txt hatch_build.py $(wildcard native/*.c) | $(BIN)/python
@@ -132,6 +144,16 @@ $(ENGINES)/.stamp: constraints.txt $(wildcard tests/engines/requirements-*.txt) 
 	  > "$$($(ENGINES)/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth"
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  $(patsubst %,-r %,$(filter-out constraints.txt,$^))
+	touch $@
+
+# As the environment of the engines.
+$(PEERS)/.stamp: examples/requirements-peers.txt | $(VENV)/.test-stamp
+	@trap '[ $$? = 0 ] || echo "NIXL and AIBrix could not be installed into $(PEERS): their tests did not run" >&2' EXIT
+	echo "installing NIXL and AIBrix's KV cache into $(PEERS): 0.3 GB"
+	$(BIN)/python -m venv --clear $(PEERS)
+	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+	  > "$$($(PEERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth"
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	touch $@
 
 # Debian and Ubuntu ship Python without the part that makes environments, and a failed attempt leaves half of one.
