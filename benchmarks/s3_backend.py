@@ -36,8 +36,8 @@ import botocore.credentials
 import botocore.session
 
 from benchmarks._table import Row, print_table
-from hicache.backends.s3 import S3Driver
 from hicache.backends.prefix import stored_prefix
+from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.objects import object_name
 from hicache.backends.store import UNGUARDED, Store
 from hicache.config.s3_storage import S3StorageOptions

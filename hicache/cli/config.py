@@ -189,11 +189,11 @@ def check_surroundings(loaded: HiCacheConfig) -> None:
 def _warnings(loaded: HiCacheConfig) -> Iterator[str]:
     """Yield what may go wrong with an accepted configuration on this machine. Opens no store, only paths for
     lookups."""
-    from ..backends.file.mounts import ONE_MACHINE, file_system, is_shared  # noqa: PLC0415 - imports SQLite
+    from ..backends.file.mounts import file_system, misplaced  # noqa: PLC0415 - imports SQLite
 
     for part in () if loaded.storage is None else parts_of_storage(loaded.storage):
-        if part.directory is not None and is_shared(kind := file_system(part.directory)):
-            yield f"store {part.name}: the file system of {part.directory} is {kind}; {ONE_MACHINE}"
+        if part.directory is not None and (advice := misplaced(part.spec.type, kind := file_system(part.directory))):
+            yield f"store {part.name}: the file system of {part.directory} is {kind}; {advice}"
 
 
 def parse_settings(settings: tuple[str, ...]) -> dict[str, str]:

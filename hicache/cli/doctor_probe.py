@@ -26,7 +26,7 @@ from ..backends.opening import StorageOpener
 from ..backends.storage import Storage
 from ..cache.break_even import BreakEven, Route
 from ..config.remote_storage import RemoteStorageOptions
-from ..config.storage import FileStorageOptions
+from ..config.storage import FileStorageOptions, SharedFilesStorageOptions
 from ..errors import BackendError, ConfigError
 from ..frame import HEADER_BYTES, FrameCodec
 from ..units import counted, format_size
@@ -122,7 +122,7 @@ class StoreCheck:
             began_s = time.monotonic()
             with contextlib.closing(self._opener.open(self._codec, self.part.spec)) as backend:
                 measured = Measured(time.monotonic() - began_s)
-                if isinstance(options, FileStorageOptions):
+                if isinstance(options, FileStorageOptions | SharedFilesStorageOptions):
                     self.rows.append(volume(name, options, backend.usage().bytes))
                 problem = self._exercise(backend, measured)
                 self.rows.append(self._row(backend, measured, problem))

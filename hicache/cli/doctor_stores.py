@@ -12,7 +12,7 @@ from pathlib import Path
 from cryptography import x509
 
 from ..backends.errors import StoreError
-from ..backends.file.mounts import ONE_MACHINE, file_system, is_shared
+from ..backends.file.mounts import file_system, misplaced
 from ..backends.http import Connection, ConnectionPool, Head, read_small
 from ..backends.remote.access import open_access as open_remote
 from ..backends.remote.client import DaemonClient
@@ -20,7 +20,7 @@ from ..config.files import open_regular
 from ..config.redis_storage import RedisStorageOptions
 from ..config.remote_storage import RemoteStorageOptions
 from ..config.s3_storage import S3StorageOptions
-from ..config.storage import FileStorageOptions
+from ..config.storage import FileStorageOptions, SharedFilesStorageOptions
 from ..units import format_size
 from .doctor_machine import Figures, Row, Subject, Verdict, daemon_user
 from .stores import StorePart
@@ -60,8 +60,8 @@ def _certificate(what: str, path: Path, which: Callable[[Iterable[datetime.datet
     return Row(what, verdict, finding, "" if verdict is Verdict.OK else "renew it", {"left": left.total_seconds()})
 
 
-def volume(name: str, options: FileStorageOptions, used_bytes: int) -> Row:
-    """Compare the volume of a file store, which has `used_bytes` of pages, with its limits."""
+def volume(name: str, options: FileStorageOptions | SharedFilesStorageOptions, used_bytes: int) -> Row:
+    """Compare the volume of a store of files, which has `used_bytes` of pages, with its limits."""
     path = options.path.absolute()
     place = next(one for one in (path, *path.parents) if one.exists())
     system, found = file_system(place), os.statvfs(place)
@@ -75,8 +75,8 @@ def volume(name: str, options: FileStorageOptions, used_bytes: int) -> Row:
     if room <= 0:
         verdict = Verdict.FAIL
         advice = f"no page fits above the floor: free space, or set free_space_floor below {format_size(free)}"
-    elif is_shared(system):
-        verdict, advice = Verdict.WARN, ONE_MACHINE
+    elif wrong := misplaced("file" if isinstance(options, FileStorageOptions) else "shared_files", system):
+        verdict, advice = Verdict.WARN, wrong
     elif options.capacity is not None and options.capacity > room:
         verdict, advice = Verdict.WARN, f"the volume allows {format_size(room)}; lower capacity to it"
     elif system in ("tmpfs", "ramfs", "overlay", "fuse.fuse-overlayfs"):

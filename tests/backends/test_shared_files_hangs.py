@@ -404,6 +404,7 @@ def test_closing_a_store_whose_file_system_fails_is_quiet(tmp_path: Path, caplog
     leftovers = Leftovers()
     store = open_shared(tmp_path / "s", system=system)
     driver = shared_driver(store)
+    caplog.clear()
     assert driver.begin_sweep(False)
     system.before = lambda name, number, args: fault(name, number, args) if name != "close" else None
     system.armed = True

@@ -34,7 +34,7 @@ from ..driver import Answer, Incidents
 from ..errors import ErrorKind, StoreError
 from ..pages import PageReads, PageWrites
 from .index import Index, PageRow
-from .mounts import ONE_MACHINE, is_shared
+from .mounts import misplaced
 from .pages import (
     Identity,
     NotThePage,
@@ -124,8 +124,8 @@ class FileDriver:
     def _warn_of_sharing(self) -> None:
         """Warn if other machines may use the file system: the store opens, but only for this machine."""
         kind, path = self._store.system.file_system(self._store.root_fd), str(self.options.path)
-        if is_shared(kind):
-            _limits_log.warn(f"sharing {path}", "file store %s: its file system is %s; %s", path, kind, ONE_MACHINE)
+        if advice := misplaced("file", kind):
+            _limits_log.warn(f"sharing {path}", "file store %s: its file system is %s; %s", path, kind, advice)
 
     def _fit(self, frame_bytes: int) -> None:
         """Evict the pages over the limits, and warn of limits without room."""

@@ -11,8 +11,11 @@ import os
 from pathlib import Path
 
 UNKNOWN = "unknown"
-# The advice for a file store on a shared file system.
-ONE_MACHINE = "a file store is for one machine and a local disk; use storage.type shared_files there"
+_ONE_MACHINE = "a file store is for one machine and a local disk; use storage.type shared_files there"
+_NOT_SHARED = (
+    "it is of this machine alone: see whether the shared file system is mounted; for one machine, storage.type file "
+    "is faster"
+)
 # Network file systems, those of clusters, and those with which a virtual machine mounts a directory of its host.
 _SHARED = frozenset({
     "9p", "afs", "beegfs", "ceph", "cifs", "coda", "fhgfs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4",
@@ -28,6 +31,13 @@ def is_shared(kind: str) -> bool:
     at once."""
     is_fuse = kind == "fuse" or kind.startswith("fuse.")
     return kind in _SHARED or (is_fuse and kind not in _LOCAL_FUSE)
+
+
+def misplaced(backend: str, kind: str) -> str | None:
+    """Return an advice if a store of type `backend` should not be on a file system of this type; None if it may be."""
+    if backend == "file":
+        return _ONE_MACHINE if is_shared(kind) else None
+    return _NOT_SHARED if backend == "shared_files" and kind != UNKNOWN and not is_shared(kind) else None
 
 
 def mount_id(fd: int) -> str:

@@ -32,9 +32,11 @@ from ...clock import SYSTEM_CLOCK, Clock
 from ...config.storage import SharedFilesStorageOptions
 from ...errors import BackendUnavailable, PageUnreadable
 from ...frame import FrameCodec, TagStream, fill, join
+from ...logs import LimitedLog
 from ..base import PageId, StoredPage, Usage
 from ..driver import Answer, Swept
 from ..errors import ErrorKind, StoreError
+from ..file.mounts import misplaced
 from ..file.pages import (
     FULL_ERRNOS,
     Identity,
@@ -56,6 +58,8 @@ from .root import Root, open_root
 from .threads import AbandonableCalls, Lent
 
 _log = logging.getLogger(__name__)
+# A daemon opens a store for each namespace.
+_limited_log = LimitedLog(_log, 3600.0)
 T = TypeVar("T")
 
 _OPEN_S = 10.0
@@ -97,6 +101,10 @@ class SharedFilesDriver:
         self._touched: dict[PageId, float] = {}
         self._lock = threading.Lock()
         self._rejection: str | None = None
+        kind = self._system.file_system(self._root.fd)
+        if not self._is_tool and (advice := misplaced("shared_files", kind)):
+            _limited_log.warn(self._root.path, "shared files %s: the file system is %s; %s", self._root.path, kind,
+                              advice)  # fmt: skip
 
     def _open(self) -> Root:
         def open_it() -> Root:
