@@ -141,8 +141,8 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "it without this line.",
         "file store ...: its index": "HiCache rebuilds it from the files. If it repeats, check the disk.",
         "file store ...: rebuilding": "",
-        "shared files ...: the file system": "At opening, once an hour. The file system is of this machine alone: is the "
-        "shared one mounted there?",
+        "shared files ...: the file system": "At opening, once an hour. The file system is of this machine alone: is "
+        "the shared one mounted there?",
         "shared files ...: calls": "The store was closed while a mount hangs. The threads end when it answers.",
         "file store ...: the last use": "A command read the files without the index, and uses their ages.",
         "limit: the store": "The store's `capacity` cannot be enforced. Check the permissions to list and remove.",
