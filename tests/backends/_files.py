@@ -106,7 +106,7 @@ def disk_usage(root: Path) -> tuple[int, int]:
 
 
 def bytes_on_disk(root: Path) -> int:
-    """Return the bytes of page files and temporary files, under the store's lock for a consistent sum."""
+    """Return the bytes of page files and temporary pages, under the store's lock for a consistent sum."""
     if not (root / "lock").exists():
         return 0
     with (root / "lock").open("rb") as lock:
@@ -118,7 +118,7 @@ def _bytes_on_disk(root: Path) -> int:
     total = 0
     for folder, _, names in os.walk(root):
         for name in names:
-            if is_hex(name, 64) or os.path.basename(folder) == "tmp":
+            if is_hex(name, 64) or (os.path.basename(folder) == "tmp" and not name.endswith((".alive", ".0"))):
                 try:
                     total += os.lstat(os.path.join(folder, name)).st_size
                 except FileNotFoundError:

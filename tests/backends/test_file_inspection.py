@@ -137,7 +137,7 @@ def test_a_page_that_cannot_be_written_is_not_visible_and_takes_no_room(
     system = Faulty(fail)
     system.armed = False
     raw = StoredPages(FileInspection(None, FileStorageOptions(path=root), system=system), "file")
-    raw.remove([])
+    raw.remove([place(0)])  # opens the store to write
     system.armed = True
     if said is None:
         assert not raw.write(place(0), DATA[0], None)

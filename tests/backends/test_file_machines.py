@@ -46,7 +46,7 @@ class Machine(System):
     def __init__(self, name: str, *, boot: str = "", file_system: str = "ext4", blind: bool = False) -> None:
         self.name, self.boot, self.kind = name, boot or f"boot-of-{name}", file_system
         if blind:
-            self.flock = lambda fd, operation: None  # type: ignore[misc, assignment]
+            self.flock = lambda fd, operation: None
 
     def fact(self, path: str) -> str:
         return {"machine-id": f"id-of-{self.name}", "boot_id": self.boot, "hostname": self.name}[Path(path).name]

@@ -12,6 +12,7 @@ are hints, written by any thread. Transactions start without `_state`; for `_cap
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import sqlite3
@@ -34,7 +35,7 @@ from ..driver import Answer, Incidents
 from ..errors import ErrorKind, StoreError
 from ..pages import PageReads, PageWrites
 from .index import Index, PageRow
-from .mounts import misplaced
+from .mounts import UNKNOWN, misplaced
 from .pages import (
     Identity,
     NotThePage,
@@ -123,7 +124,9 @@ class FileDriver:
 
     def _warn_of_sharing(self) -> None:
         """Warn if other machines may use the file system: the store opens, but only for this machine."""
-        kind, path = self._store.system.file_system(self._store.root_fd), str(self.options.path)
+        path, kind = str(self.options.path), UNKNOWN
+        with contextlib.suppress(OSError):
+            kind = self._store.system.file_system(self._store.root_fd)
         if advice := misplaced("file", kind):
             _limits_log.warn(f"sharing {path}", "file store %s: its file system is %s; %s", path, kind, advice)
 

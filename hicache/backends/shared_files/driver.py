@@ -36,7 +36,7 @@ from ...logs import LimitedLog
 from ..base import PageId, StoredPage, Usage
 from ..driver import Answer, Swept
 from ..errors import ErrorKind, StoreError
-from ..file.mounts import misplaced
+from ..file.mounts import UNKNOWN, misplaced
 from ..file.pages import (
     FULL_ERRNOS,
     Identity,
@@ -101,7 +101,9 @@ class SharedFilesDriver:
         self._touched: dict[PageId, float] = {}
         self._lock = threading.Lock()
         self._rejection: str | None = None
-        kind = self._system.file_system(self._root.fd)
+        kind = UNKNOWN
+        with contextlib.suppress(OSError):
+            kind = self._system.file_system(self._root.fd)
         if not self._is_tool and (advice := misplaced("shared_files", kind)):
             _limited_log.warn(self._root.path, "shared files %s: the file system is %s; %s", self._root.path, kind,
                               advice)  # fmt: skip
