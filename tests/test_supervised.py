@@ -521,3 +521,136 @@ def test_a_call_without_a_thread_raises_and_the_next_one_with_a_thread_works() -
                 pool.call(lambda: 7, soon(), late.append)
     assert pool.call(lambda: 7, soon(), late.append) == 7
     assert pool.alive == 1 and pool.close() and not late
+
+
+# Batches with a deadline
+
+
+def leave_batch(pool: SupervisedPool[Any], hang: Hang, count: int, begun: int) -> list[int]:
+    """Make a batch whose pages hang, and leave it once `begun` of them have begun. Return the list of these pages."""
+    patience_s = 0.001
+    while True:
+        pages, entered = list[int](), threading.Semaphore(0)
+
+        def page(number: int, pages: list[int] = pages, entered: threading.Semaphore = entered) -> None:
+            pages.append(number)
+            entered.release()
+            hang()
+
+        patience_s *= 2
+        assert not pool.run_until(count, page, time.monotonic() + patience_s)
+        if pages:
+            for _ in range(begun):
+                assert entered.acquire(timeout=WAIT_S), "fewer pages have begun"
+            return pages
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 100])
+def test_a_batch_in_time_is_complete_and_ran_on_the_threads_of_the_pool(count: int) -> None:
+    pool, pages, names = SupervisedPool[Any]("test", 3), list[int](), set[str]()
+
+    def page(number: int) -> None:
+        pages.append(number)
+        names.add(threading.current_thread().name)
+
+    assert pool.run_until(count, page, math.inf)
+    assert sorted(pages) == list(range(count)) and pool.abandoned == 0
+    assert threading.current_thread().name not in names and all(name.startswith("hicache-test-") for name in names)
+    assert pool.close(WAIT_S)
+
+
+def test_a_batch_is_left_at_its_deadline_and_its_other_pages_are_never_made() -> None:
+    """The control: pages of a batch that is not left are made after the hanging ones."""
+    pool, hang = SupervisedPool[Any]("test", 2), Hang()
+    pages = leave_batch(pool, hang, 10, 1)
+    assert 1 <= pool.abandoned <= 2
+    hang.go.set()
+    wait_for(lambda: pool.abandoned == 0)
+    more = list[int]()
+    assert pool.run_until(10, more.append, soon()) and sorted(more) == list(range(10))
+    assert sorted(pages) in ([0], [0, 1])
+    assert pool.close(WAIT_S)
+
+
+def test_abandoned_pages_are_counted_until_each_has_returned() -> None:
+    pool, first, second = SupervisedPool[Any]("test", 3), Hang(), Hang()
+    leave_batch(pool, first, 1, 1)
+    assert pool.abandoned == 1
+    leave_batch(pool, second, 1, 1)
+    assert pool.abandoned == 2
+    first.go.set()
+    wait_for(lambda: pool.abandoned == 1)
+    assert pool.run_until(5, lambda number: None, soon()) and pool.abandoned == 1
+    second.go.set()
+    wait_for(lambda: pool.abandoned == 0)
+    assert pool.close(WAIT_S)
+
+
+def test_while_all_threads_hang_a_batch_is_left_without_a_page() -> None:
+    pool, hang, pages = SupervisedPool[Any]("test", 1), Hang(), list[int]()
+    leave_batch(pool, hang, 1, 1)
+    assert not pool.run_until(3, pages.append, -math.inf)
+    assert pool.abandoned == 1
+    hang.go.set()
+    wait_for(lambda: pool.abandoned == 0)
+    assert pool.run_until(1, lambda number: None, soon())
+    assert pages == []
+    assert pool.close(WAIT_S)
+
+
+def test_a_failing_page_of_a_batch_with_a_deadline_costs_only_itself_and_is_counted() -> None:
+    pool, pages = SupervisedPool[Any]("test", 2), list[int]()
+
+    def page(number: int) -> None:
+        if number == 1:
+            raise ValueError("a bug")
+        pages.append(number)
+
+    assert pool.run_until(5, page, soon())
+    wait_for(lambda: pool.errors == {"ValueError": 1})
+    assert sorted(pages) == [0, 2, 3, 4] and pool.abandoned == 0 and pool.alive == 2
+    assert pool.close(WAIT_S)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_failing_page_leaves_no_later_page_undone(threads: int) -> None:
+    pool, pages = SupervisedPool[Any]("test", threads), list[int]()
+
+    def page(number: int) -> None:
+        pages.append(number)
+        raise ValueError("a bug")
+
+    assert pool.run_until(5, page, time.monotonic() + WAIT_S), "the batch was left at its deadline"
+    assert sorted(pages) == list(range(5))
+    assert pool.close(WAIT_S)
+
+
+def test_a_batch_with_a_deadline_and_no_thread_raises_at_once_and_the_next_one_with_a_thread_works() -> None:
+    clock = ManualClock()
+    with no_threads():
+        pool = SupervisedPool[Any]("test", 2, clock=clock)
+        with pytest.raises(NoThread, match="cannot start more threads"):
+            pool.run_until(3, lambda number: None, math.inf)
+        assert pool.run_until(0, lambda number: None, math.inf) and pool.abandoned == 0
+    clock.advance(RESTART_S_MAX)
+    pages = list[int]()
+    assert pool.run_until(3, pages.append, soon()) and sorted(pages) == [0, 1, 2]
+    assert pool.close(WAIT_S)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_thread_that_dies_in_a_batch_with_a_deadline_costs_its_page() -> None:
+    clock = ManualClock()
+    pool, pages = SupervisedPool[Any]("test", 2, clock=clock), list[int]()
+
+    def page(number: int) -> None:
+        if number == 0:
+            raise SystemExit
+        pages.append(number)
+
+    assert pool.run_until(4, page, soon())
+    wait_for(lambda: pool.errors == {"ThreadDied": 1})
+    assert sorted(pages) == [1, 2, 3] and pool.abandoned == 0
+    clock.advance(RESTART_S_MAX)
+    assert pool.run_until(4, lambda number: None, soon()) and pool.alive == 2
+    assert pool.close(WAIT_S)

@@ -178,12 +178,13 @@ class HasFreeSpace(Protocol):
 @dataclass(frozen=True, slots=True)
 class Swept:
     """The size of a store after the last complete listing by any engine, and the numbers of the last listing that was
-    begun and of that one; 0 for none."""
+    begun and of that one; 0 for none. `series` names the sequence of these numbers; after a loss another one begins."""
 
     pages: int
     bytes: int
     begun: int
     ended: int
+    series: str = ""
 
 
 @runtime_checkable

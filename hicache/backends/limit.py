@@ -80,8 +80,8 @@ class _Ledger:
 
     `limit_bytes` is the capacity, or less while the store has less room. Invariant: `used_bytes` is at least the bytes
     of the last listing plus the bytes that this process may have written since it began; `reserved` bytes are not
-    included. `written_bytes` is a total. `_before` has, for each listing in progress elsewhere, that total at a time
-    before it began.
+    included. `written_bytes` is a total. `_before` has that total at the last call of `follow` that did not know of a
+    listing, by the number of the last listing that the next call knew of.
     """
 
     capacity_bytes: int
@@ -91,6 +91,7 @@ class _Ledger:
     written_bytes: int = 0
     is_listed: bool = False
     _begun_bytes: int = 0  # `written_bytes` when the last listing began
+    _series: str = ""
     _ended: int = 0
     _before: dict[int, int] = field(default_factory=dict)
     _visited_bytes: int = 0  # `written_bytes` at the last call of `follow`
@@ -129,15 +130,27 @@ class _Ledger:
         self.used_bytes = listed_bytes + self.since_bytes
         self.is_listed = True
 
+    def know(self, found: Swept) -> None:
+        """The listing of this process that has just ended is the last one in `found`, unless others list too."""
+        if found.begun == found.ended and found.series == self._series:
+            self._ended = found.ended
+
     def follow(self, found: Swept) -> None:
-        """Record the result of another engine's listing, if it is new. That listing may lack what this process has
-        written since the last call that did not know of it."""
-        before, self._visited_bytes = self._visited_bytes, self.written_bytes
-        if found.ended > 0 and (found.ended != self._ended or not self.is_listed):
-            self._begun_bytes = self._before.get(found.ended, before)
+        """Record the result of another engine's listing, if it is newer. That listing may lack what this process has
+        written since the last call that did not know of it.
+
+        An engine that was slow to begin or to end a listing may put older numbers back for a time: they are ignored.
+        """
+        before, self._visited_bytes = self._visited_bytes if self.is_listed else 0, self.written_bytes
+        if found.series != self._series:
+            self._series, self._ended, self._before = found.series, 0, {}
+        if found.begun > max(self._before, default=self._ended):
+            self._before[found.begun] = before
+        if found.ended > self._ended:
+            self._begun_bytes = self._before[min(number for number in self._before if number >= found.ended)]
             self._ended = found.ended
             self.end_listing(found.bytes)
-        self._before = {found.begun: self._before.get(found.begun, before)} if found.begun > found.ended else {}
+        self._before = {number: at for number, at in self._before.items() if number > self._ended}
 
 
 # Store pages, or look them up, without the limit; also returns the kinds of the errors. See `attempts`.
@@ -332,7 +345,7 @@ class CapacityLimit:
             if self._begin():
                 self._list()
                 self._sweep()
-            self._backoff.reset()
+                self._backoff.reset()
             if self._shared is not None:
                 ended_s = self._clock()
                 pause_s = max(PAUSE_S_MIN, _PAUSE_DUTY * (ended_s - began_s))
@@ -344,7 +357,7 @@ class CapacityLimit:
             return self._not_before
         with self._state:
             if not self._ledger.is_listed:
-                return self._not_before  # another engine makes the store's first listing, and writes wait for it
+                return self._not_before  # another engine makes the first listing, and writes wait for it
         # Random, so that engines that started together do not list together.
         return self._clock() + self._interval_s * random.uniform(0.75, 1.25)
 
@@ -406,12 +419,12 @@ class CapacityLimit:
         self._limit_to_space()
 
     def _use_of(self, listed: StoredPage, began_s: float) -> float | None:
-        """Return the last use of a page by this engine's clock: never later than the listing, and not before the last
-        listing if the page's time has changed since."""
+        """Return the use of a page that the listing shows, by this engine's clock: never later than the listing, and
+        not before the last listing. None if the page's time has not changed since then."""
         used_s = listed.used_s
-        if used_s is None:
-            return None
-        if self._listed_s is not None and self._chains.listed_s(listed.id) != used_s:
+        if used_s is None or used_s == self._chains.listed_s(listed.id):
+            return None  # `chains` has its use
+        if self._listed_s is not None:
             used_s = max(used_s, self._listed_s)
         return min(used_s, began_s)
 
@@ -426,6 +439,8 @@ class CapacityLimit:
             with self._state:
                 left_bytes = self._ledger.used_bytes - self._ledger.since_bytes
             self._shared.end_sweep(max(0, self._listed_pages - removed_pages), max(0, left_bytes))
+            with self._state:
+                self._ledger.know(self._shared.swept)
 
     def _excess(self) -> int:
         """Return how many bytes to remove; 0 or less for none."""

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 from hicache.backends.file.pages import FILE_MODE, System
+from hicache.backends.limit import CapacityLimit
 from hicache.backends.shared_files import SharedFilesDriver
 from hicache.backends.store import UNGUARDED, Store
+from hicache.backends.stored import StoredPages
 from hicache.backends.testing import Subject, driver_of
 from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config.storage import SharedFilesStorageOptions
 from hicache.frame import FrameCodec
+from tests.waiting import wait_for
 
 from ._files import CODEC, OPENED, page_path
 
@@ -99,3 +102,17 @@ class OnPage(System):
     def unlink(self, path: str, *, dir_fd: int) -> None:
         self._reach("unlink", self.key in path)
         super().unlink(path, dir_fd=dir_fd)
+
+
+def open_limited(
+    root: Path, pages: int, clock: Clock, *, system: System | None = None, is_listed: bool = True, **options: Any
+) -> Subject:
+    """Open a store of shared files with a limit of so many pages. Its size is known, unless `is_listed` is False."""
+    driver = SharedFilesDriver(CODEC, shared_options(root, **options), system=system, clock=clock)
+    stored = StoredPages(driver, "shared_files", clock)
+    limit = CapacityLimit(CODEC, stored, capacity_bytes=pages * CODEC.frame_bytes, clock=clock)
+    backend = Store(driver, CODEC, UNGUARDED, name="shared_files", limit=limit, clock=clock)
+    OPENED.append(backend)
+    if is_listed:
+        wait_for(lambda: limit._ledger.is_listed)
+    return Subject(backend, lambda key: None, lambda key, data: None)

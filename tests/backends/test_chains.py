@@ -81,6 +81,73 @@ def test_a_listing_moves_the_last_use_only_forward() -> None:
     assert (len(chains), chains.bytes) == (0, 0)
 
 
+def test_an_unread_page_begins_a_chain_until_its_parent_is_read() -> None:
+    chains = Chains()
+    head, tail = page("a"), page("ab")
+    chains.add(head, None)
+    chains.add(tail, None, is_unread=True)
+    assert (chains.unread(), chains.heads(), chains.tails()) == ([tail], 2, 2)
+    chains.check()
+    chains.read(tail.id, head.key)
+    assert (chains.unread(), chains.heads(), chains.tails()) == ([], 1, 1)
+    assert [one.key for one in chains.tails_first()] == keys("ab", "a")
+    chains.check()
+
+
+def test_a_page_that_was_read_without_a_parent_or_as_its_own_begins_a_chain() -> None:
+    chains = Chains()
+    for name, parent in (("a", None), ("b", page("b").key)):
+        chains.add(page(name), None, is_unread=True)
+        chains.read(page(name).id, parent)
+    assert (chains.unread(), chains.heads(), chains.tails()) == ([], 2, 2)
+    chains.check()
+
+
+def test_a_page_that_is_added_again_or_discarded_is_no_longer_unread() -> None:
+    chains = Chains()
+    for name in "ab":
+        chains.add(page(name), None, is_unread=True)
+    chains.add(page("a"), page("x").key)
+    assert [one.key for one in chains.unread()] == keys("b") and chains.orphans() == 1
+    chains.discard(page("b").id)
+    assert chains.unread() == []
+    chains.check()
+
+
+def test_a_listing_keeps_what_was_read_and_what_was_not() -> None:
+    chains = Chains()
+    chains.add(page("a"), None)
+    chains.add(page("ab"), None, is_unread=True)
+    assert chains.renew(page("a", 5.0)) and chains.renew(page("ab", 6.0, size=7))
+    assert chains.unread() == [page("ab", 6.0, size=7)]
+    chains.keep({page("a").id})
+    assert (chains.unread(), len(chains)) == ([], 1)
+    chains.check()
+
+
+def test_the_time_that_the_last_listing_showed_is_kept_beside_the_last_use() -> None:
+    """The time of a listing comes from another clock than uses."""
+    chains, (one, other) = Chains(), (page("a", 9.0), page("b", 9.0))
+    assert chains.listed_s(one.id) is None
+    chains.add(one, None, 3.0)
+    chains.add(other, None)
+    assert (chains.listed_s(one.id), chains.listed_s(other.id)) == (3.0, None)
+    assert chains.renew(page("a", 4.0), 4.0) and chains.renew(other)
+    assert (chains.listed_s(one.id), chains.listed_s(other.id)) == (4.0, None)
+    assert {found.key: found.used_s for found in chains.tails_first()} == {one.key: 9.0, other.key: 9.0}
+    chains.add(one, None, 8.0)
+    chains.discard(one.id)
+    assert chains.listed_s(one.id) is None
+
+
+def test_a_listing_without_a_use_keeps_the_known_one() -> None:
+    chains = Chains()
+    chains.add(page("a", 9.0), None, 3.0)
+    assert chains.renew(page("a", None), 3.0)
+    (found,) = chains.tails_first()
+    assert found.used_s == 9.0
+
+
 @pytest.mark.parametrize("seed", seeds(20))
 def test_random_chains_are_removed_tails_first_and_copied_heads_first(seed: int) -> None:
     dice, chains = rng(seed), Chains()
@@ -111,7 +178,11 @@ def grow(chains: Chains, dice: random.Random) -> dict[bytes, bytes | None]:
     for name in some:
         used_s = None if dice.random() < 0.1 else dice.random()
         parents[page(name).key] = parent = page(name[:-1]).key if len(name) > 1 else None
-        chains.add(page(name, used_s), parent)
+        is_unread = dice.random() < 0.5
+        chains.add(page(name, used_s), None if is_unread else parent, is_unread=is_unread)
+        if is_unread:
+            chains.check()
+            chains.read(page(name).id, parent)
         if dice.random() < 0.2:
             chains.discard((NAMESPACES[0], page(name).key))
             del parents[page(name).key]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import itertools
+import math
 import os
 import shutil
 import subprocess
@@ -32,6 +33,7 @@ from hicache.backends.testing import (
     STORED,
     Subject,
     delete,
+    empty_frames,
     exists,
     load,
     make_keys,
@@ -40,6 +42,7 @@ from hicache.backends.testing import (
 )
 from hicache.clock import ManualClock
 from hicache.frame import FrameCodec
+from tests.waiting import wait_for
 
 from ._files import CODEC, PAGE, Faulty, Leftovers, obstruct, page_files, page_path
 from ._shared import OnPage, open_shared, shared_driver, temporaries
@@ -335,6 +338,24 @@ def test_a_listing_does_not_end_early_because_the_store_is_no_longer_at_its_path
     system.armed = True
     with pytest.raises(StoreError):
         listed(store)
+
+
+@pytest.mark.parametrize("io_threads", [1, 8])
+def test_an_unexpected_exception_costs_one_page(
+    tmp_path: Path, io_threads: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fault(name: str, number: int, args: tuple[Any, ...]) -> None:
+        if name == "open" and KEYS[0].hex() in args[0]:
+            raise ValueError("a bug")
+
+    system = Faulty(fault)
+    system.armed = False
+    store = open_shared(tmp_path / "s", system=system, io_threads=io_threads)
+    assert store_chain(store, KEYS) == [STORED] * 5
+    system.armed = True
+    assert store.backend.batch_get(KEYS, empty_frames(CODEC, 5), deadline=math.inf) == [GET_ERROR] + [HIT] * 4
+    assert errors(store) == {"internal": 1}
+    wait_for(lambda: "a bug" in caplog.text)
 
 
 # Files that change during a read

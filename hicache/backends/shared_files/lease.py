@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ...clock import Clock
 from ..driver import Swept
-from ..file.pages import CREATE_FLAGS, FULL_ERRNOS, System, read_start
+from ..file.pages import CREATE_FLAGS, FULL_ERRNOS, NOT_A_FILE_ERRNOS, System, read_start
 from .root import MARKER, Root
 
 LEASE_FILE = "sweeper"
@@ -36,20 +36,26 @@ URGENT_S = 15.0
 _BYTES_MAX = 4096
 # Stands for an owner whose name cannot be read yet.
 _REPLACED = "replaced"
+_NUMBER_MAX = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
 class _Lease:
     """The content of the file. `begun` and `ended` are the numbers of the newest listing and of the newest complete
-    one, whose result `pages` and `bytes` are. `owner` is empty after its store was closed."""
+    one, whose result `pages` and `bytes` are. `owner` is empty after its store was closed. `series` is as in Swept."""
 
     owner: str = ""
+    series: str = ""
     begun: int = 0
     ended: int = 0
     beats: int = 0
     pages: int = 0
     bytes: int = 0
     written_s: float = 0.0
+
+
+def _swept(lease: _Lease) -> Swept:
+    return Swept(lease.pages, lease.bytes, lease.begun, lease.ended, lease.series)
 
 
 class SweepLease:
@@ -69,14 +75,21 @@ class SweepLease:
         self.swept = Swept(0, 0, 0, 0)
 
     def visit(self, needs_room: bool) -> bool:
-        """Read the file. Return True if it is this engine's turn, and record that its listing begins."""
+        """Read the file. Return True if it is this engine's turn, and record that its listing begins. After a listing
+        that did not end, another engine gets a turn first: this one may be the only one that cannot list."""
+        has_failed = self._is_listing
+        if has_failed:
+            self.release()
         self._look()
+        if has_failed:
+            return False
         found = self._found or _Lease()
         if not self._is_free(needs_room):
             return False
         self._is_listing, self._is_recorded = True, False
         try:
-            self._write(replace(found, owner=self._owner, begun=found.begun + 1, beats=0))
+            series = found.series or secrets.token_hex(8)
+            self._write(replace(found, owner=self._owner, series=series, begun=found.begun + 1, beats=0))
             self._is_recorded = True
         except OSError as error:
             # Without room the sweep goes on, because it makes room. On a read-only mount others must sweep.
@@ -93,7 +106,7 @@ class SweepLease:
         if is_first and found is not None and abs(self._clock.wall_s() - found.written_s) > LEASE_S:
             self._seen_at_s = -math.inf
         if found is not None:
-            self.swept = Swept(found.pages, found.bytes, found.begun, found.ended)
+            self.swept = _swept(found)
 
     def _is_free(self, needs_room: bool) -> bool:
         found = self._found
@@ -108,14 +121,11 @@ class SweepLease:
             self._write(replace(found, beats=found.beats + 1))
 
     def end(self, pages: int, size_bytes: int) -> None:
-        """Record the size of the store after the listing of this engine and its removals."""
+        """Record the size of the store after the listing of this engine and its removals. Without a record of its
+        beginning, the others could not tell which of their writes it has; then they list themselves."""
         self._is_listing = False
-        found = self._read() or _Lease()
-        number = found.begun if self._is_recorded else found.begun + 1
-        if found.owner == self._owner or not self._is_recorded:
-            self._write(replace(
-                found, owner=self._owner, begun=number, ended=number, beats=0, pages=pages, bytes=size_bytes
-            ))  # fmt: skip
+        if self._is_recorded and (found := self._ours()):
+            self._write(replace(found, ended=found.begun, beats=0, pages=pages, bytes=size_bytes))
 
     def release(self) -> None:
         """Let another engine take the lease at once."""
@@ -135,6 +145,8 @@ class SweepLease:
         except (FileNotFoundError, ValueError, TypeError, RecursionError):
             return None
         except OSError as error:
+            if error.errno in NOT_A_FILE_ERRNOS:
+                return None
             if error.errno != errno.ESTALE:
                 raise
             # Is stale too if the handle of the root is; otherwise another engine has just replaced the file.
@@ -142,7 +154,9 @@ class SweepLease:
             return replace(self._found or _Lease(written_s=self._clock.wall_s()), owner=_REPLACED)
         is_valid = all(type(value) is type(default) for value, default in zip(
             asdict(found).values(), asdict(_Lease()).values(), strict=True))  # fmt: skip
-        return found if is_valid and min(found.begun, found.ended, found.pages, found.bytes) >= 0 else None
+        numbers = (found.begun, found.ended, found.beats, found.pages, found.bytes)
+        is_valid = is_valid and all(0 <= number < _NUMBER_MAX for number in numbers) and found.ended <= found.begun
+        return found if is_valid else None
 
     def _write(self, lease: _Lease) -> None:
         system, fd = self._system, self._root.fd
@@ -163,4 +177,4 @@ class SweepLease:
             raise
         self._found, self._seen_at_s = lease, self._clock()
         self._written_at_s = self._clock()
-        self.swept = Swept(lease.pages, lease.bytes, lease.begun, lease.ended)
+        self.swept = _swept(lease)
