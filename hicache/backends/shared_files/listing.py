@@ -16,6 +16,7 @@ from ...clock import Clock
 from ..base import StoredPage
 from ..file.pages import LIST_FLAGS, NOT_REGULAR, System, identity, is_hex
 from ..file.reconcile import remove_empty
+from .lease import TEMPORARY_LEASE
 from .root import Root
 
 # A writer ends its work at a deadline of seconds. An hour also allows for clocks that differ.
@@ -59,6 +60,10 @@ class Listing:
         directory of pages."""
         self._temporaries, self._unused = [], []
         names: list[str] = self._fresh(lambda: self._system.listdir(self._root.fd))
+        for name in names:
+            if name.startswith(TEMPORARY_LEASE):
+                with _of_one_file():
+                    self._note_temporary(name, self._system.lstat(name, dir_fd=self._root.fd))
         for namespace in sorted(name for name in names if is_hex(name, 64) and name.startswith(prefix)):
             count = 0
             for fan, _ in self._entries(namespace, lambda name: is_hex(name, 2)):
@@ -69,15 +74,20 @@ class Listing:
                 self._unused.append(namespace)
 
     def _pages_in(self, namespace: str, fan: str) -> Iterator[StoredPage]:
-        folder, old_s = f"{namespace}/{fan}", self._clock.wall_s() - LEFTOVER_AGE_S
+        folder = f"{namespace}/{fan}"
         for name, found in self._entries(folder, lambda name: name.lstrip(".").startswith(fan)):
             if is_hex(name, 64):
                 is_file = stat.S_ISREG(found.st_mode)
                 size_bytes, damage = (found.st_size, None) if is_file else (0, NOT_REGULAR)
                 key = bytes.fromhex(name)
                 yield StoredPage(bytes.fromhex(namespace), key, size_bytes, found.st_mtime, identity(found), damage)
-            elif _is_temporary(name) and found.st_mtime < old_s and len(self._temporaries) < _LEFTOVERS_MAX:
-                self._temporaries.append(f"{folder}/{name}")
+            elif _is_temporary(name):
+                self._note_temporary(f"{folder}/{name}", found)
+
+    def _note_temporary(self, name: str, found: os.stat_result) -> None:
+        is_old = found.st_mtime < self._clock.wall_s() - LEFTOVER_AGE_S
+        if is_old and len(self._temporaries) < _LEFTOVERS_MAX:
+            self._temporaries.append(name)
 
     def _entries(self, folder: str, is_wanted: Callable[[str], bool]) -> Sequence[tuple[str, os.stat_result]]:
         """Return the wanted names in a directory, sorted, with their states; none if the directory is gone."""
