@@ -10,6 +10,7 @@
 #   make soak    all tests, the random ones for longer: SOAK_FACTOR (default 20) times as many examples and seeds
 #   make hostile some minutes (HOSTILE_MINUTES, default 10) each of hostile servers and of hostile clients: memory stays flat
 #   make faults  engines and a daemon under a schedule of faults, for MINUTES (default 3); the log is in faults.log
+#   make shared  shared files on two GlusterFS clients, and KILLS (default 300) kills of nodes on mounts of KIND (bindfs)
 #   make docs    the documentation as a site, in build/site
 #   make wheel   what an index accepts, in DIST (default dist): source, a pure wheel, and one with the native helper
 #   make bench   the benchmarks, as ratios; PEER=DIR adds SGLang's tree core from its unpacked wheel
@@ -32,6 +33,8 @@ unexport PYTHONDONTWRITEBYTECODE
 SOAK_FACTOR ?= 20
 HOSTILE_MINUTES ?= 10
 MINUTES ?= 3
+KILLS ?= 300
+KIND ?= bindfs
 GPU_PYTHON ?=
 GPU_TESTS := tests/gpu tests/tiers tests/lab/engine tests/controller
 PYTEST_ARGS ?=
@@ -43,7 +46,7 @@ ENGINE_JOBS ?= 2
 PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 DEMO_ARGS ?=
 
-.PHONY: demo test test-engines test-models examples-peers quick check soak hostile faults bench bench-engines gpu \
+.PHONY: demo test test-engines test-models examples-peers quick check soak hostile faults shared bench bench-engines gpu \
   docs wheel clean
 
 demo: $(VENV)/.demo-stamp
@@ -87,6 +90,10 @@ hostile: $(VENV)/.test-stamp
 
 faults: $(VENV)/.test-stamp
 	$(BIN)/python -m tests.soak_faults --minutes $(MINUTES) --log faults.log
+
+# As root, on a machine with FUSE and the packages bindfs and glusterfs-server; otherwise the tests skip and say why.
+shared: $(VENV)/.test-stamp
+	SHARED_KILLS=$(KILLS) SHARED_KIND=$(KIND) $(BIN)/python -m pytest -s --durations=10 tests/shared_mounts $(PYTEST_ARGS)
 
 bench: $(VENV)/.test-stamp
 	$(BIN)/python -m benchmarks $(if $(PEER),--peer $(PEER))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +36,8 @@ from hicache.backends.testing.inspection import OpenStored
 from hicache.clock import ManualClock
 from tests.waiting import WAIT_S, wait_for
 
-from ._files import CODEC, OPENED, Faulty
-from ._shared import open_shared, shared_options
+from ._files import CODEC, OPENED, PAGE, Faulty, page_path
+from ._shared import open_shared, shared_driver, shared_options
 
 
 class TestSharedFiles(DriverContract):
@@ -147,3 +149,22 @@ def test_after_calls_that_hang_the_next_one_fails_at_once(tmp_path: Path) -> Non
         driver.find(NAMESPACE, make_keys(3), soon())
     returns.set()
     driver.close()
+
+
+def test_a_sweep_removes_the_old_files_of_dead_writers_and_no_new_ones(tmp_path: Path) -> None:
+    root, (key,) = tmp_path / "pages", make_keys(1)
+    store = open_shared(root)
+    store_chain(store, [key])
+    folder = page_path(root, CODEC, key).parent
+    names = [folder / f".{key.hex()}.0123456789ab7", root / ".sweeper.0123456789abcdef"]
+    others = [folder / ".nfs0000000000000001", root / ".snapshot"]
+    for age_s in (0, 7200):
+        for path in (*names, *others):
+            path.touch()
+            os.utime(path, (time.time() - age_s,) * 2)
+        driver = shared_driver(store)
+        assert driver.begin_sweep(needs_room=False)
+        assert [page.key for page in driver.pages("", soon())] == [key]
+        driver.end_sweep(1, PAGE)
+        assert [path.exists() for path in names] == [not age_s] * 2
+        assert all(path.exists() for path in others)

@@ -30,6 +30,7 @@ from ..file.pages import CREATE_FLAGS, FULL_ERRNOS, NOT_A_FILE_ERRNOS, System, r
 from .root import MARKER, Root
 
 LEASE_FILE = "sweeper"
+TEMPORARY_LEASE = f".{LEASE_FILE}."
 LEASE_S = 180.0  # three intervals between listings: see `limit`
 BEAT_S = 10.0
 URGENT_S = 15.0
@@ -161,7 +162,7 @@ class SweepLease:
     def _write(self, lease: _Lease) -> None:
         system, fd = self._system, self._root.fd
         lease = replace(lease, written_s=self._clock.wall_s())
-        temporary = f".{LEASE_FILE}.{self._owner}"
+        temporary = f"{TEMPORARY_LEASE}{self._owner}"
         with contextlib.suppress(FileNotFoundError):
             system.unlink(temporary, dir_fd=fd)
         try:

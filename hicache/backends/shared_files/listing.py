@@ -15,7 +15,7 @@ from ...clock import Clock
 from ..base import StoredPage
 from ..file.pages import LIST_FLAGS, NOT_REGULAR, System, identity, is_hex
 from ..file.reconcile import remove_empty
-from .lease import LEASE_FILE
+from .lease import TEMPORARY_LEASE
 from .root import Root, RootLost
 
 # A writer ends its work at a deadline of seconds. An hour also allows for clocks that differ.
@@ -61,7 +61,7 @@ class Listing:
         self._temporaries, self._unused = [], []
         names = self._root.call(self._system.listdir, self._root.fd)
         for name in names:
-            if name.startswith(f".{LEASE_FILE}."):
+            if name.startswith(TEMPORARY_LEASE):
                 with _OneFile():
                     self._note_temporary(name, self._system.lstat(name, dir_fd=self._root.fd))
         for namespace in sorted(name for name in names if is_hex(name, 64) and name.startswith(prefix)):
