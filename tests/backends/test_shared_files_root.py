@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from hicache.backends.shared_files import SharedFilesDriver
-from hicache.backends.shared_files.root import MARKER, Root, RootLost, is_shared_store, open_root, reopen
+from hicache.backends.shared_files.root import MARKER, Root, RootLost, is_shared_store, open_root
 from hicache.backends.testing import HIT, SET_ERROR, STORED, load, make_keys, store_chain
 from hicache.errors import BackendError, BackendUnavailable, ConfigError, NotOurs
 
@@ -271,7 +271,7 @@ def test_a_root_is_opened_again_behind_the_same_descriptor(opened: Root, tmp_pat
     other = open_root(tmp_path / "s", create=True, system=Faulty(lambda *call: None))
     os.close(other.fd)
     assert os.path.samestat(os.fstat(opened.fd), os.stat(tmp_path / "old")), "the control"
-    reopen(opened, Faulty(lambda *call: None))
+    opened._reopen()
     assert os.path.samestat(os.fstat(opened.fd), os.stat(tmp_path / "s"))
     assert not os.get_inheritable(opened.fd)
 
@@ -297,6 +297,6 @@ def test_a_root_that_is_not_there_is_lost_and_its_descriptor_stays_as_it_was(
     leftovers = Leftovers()
     change(tmp_path / "s")
     with pytest.raises(RootLost):
-        reopen(opened, Faulty(lambda *call: None))
+        opened._reopen()
     assert os.path.samestat(os.fstat(opened.fd), os.stat(tmp_path / "away"))
     assert leftovers.found() == (0, [])
