@@ -322,16 +322,8 @@ class SupervisedPool(Generic[Job]):
         if count and not self._threads:
             raise NoThread(f"pool {self.name}: the system cannot start more threads")
         batch = _Batch(count, work)
-
-        def help_with(thread: object) -> None:
-            try:
-                batch.run()
-            except BaseException:
-                self._queue.put(help_with)  # the caller does not make the remaining calls, as in `run`
-                raise
-
-        for _ in range(min(count, len(self._threads))):
-            self._queue.put(help_with)
+        for _ in range(count):  # an exception ends one of these, and one call
+            self._queue.put(batch.run)
         if not count or batch.wait(deadline):
             return True
         batch.give_up()

@@ -460,6 +460,19 @@ def test_no_engine_counts_less_than_the_last_listing_it_knows_and_its_own_writes
         store.check()
 
 
+def test_after_the_loss_of_the_lease_the_others_follow_its_new_numbers() -> None:
+    """The control: lower numbers of the same series are older."""
+    ledger = _Ledger(1000)
+    ledger.follow(Swept(1, 100, 7, 7, "first"))
+    ledger.commit(10)
+    ledger.follow(Swept(1, 60, 6, 6, "first"))
+    assert ledger.used_bytes == 110
+    ledger.follow(Swept(1, 110, 1, 1, "second"))
+    assert ledger.used_bytes in (110, 120)
+    ledger.follow(Swept(1, 50, 2, 2, "second"))
+    assert ledger.used_bytes == 50
+
+
 def test_a_ledger_that_takes_a_listing_without_its_own_writes_counts_less() -> None:
     """The control: without the total of the visit before the listing began, its own writes would be missing."""
     ledger = _Ledger(1000)

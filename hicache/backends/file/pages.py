@@ -36,7 +36,6 @@ _SAFE = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 READ_FLAGS = os.O_RDONLY | _SAFE
 OPEN_OR_CREATE_FLAGS = os.O_RDWR | os.O_CREAT | _SAFE  # created if it is missing
 CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-
 # Opens a directory for lookups of names. A link gives ENOTDIR.
 _STEP_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
@@ -76,7 +75,6 @@ class System:
 
     # The permissions of group and others for new files and directories, whatever the umask is.
     shared_mode = 0
-
     # Calls by descriptor are used directly, without a Python frame around each.
     close = staticmethod(os.close)
     fstat = staticmethod(os.fstat)

@@ -4,7 +4,7 @@ The file names its owner, and has the size of the store after the last listing. 
 begins, every BEAT_S during it, and at its end; the others read it, so that N engines do not list N times. An engine
 takes the lease over if
 
-    the file is missing or damaged, or its owner has closed its store
+    the file is missing or damaged, or its owner has closed its store or could not list it
     its content has not changed for LEASE_S
     it needs room, no listing is in progress, and the content has not changed for URGENT_S
 
