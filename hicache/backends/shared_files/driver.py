@@ -52,7 +52,7 @@ from ..pages import SETTLE_S, PageReads, PageWrites
 from ..prefix import stored_prefix
 from .lease import SweepLease
 from .listing import Listing
-from .root import Root, open_root, reopen
+from .root import Root, open_root, reopen, when_settled
 from .threads import AbandonableCalls, Lent
 
 _log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class SharedFilesDriver:
 
     def _open(self) -> Root:
         def open_it() -> Root:
-            return open_root(self.options.path, create=not self._is_tool, system=self._system)
+            return open_root(self.options.path, create=not self._is_tool, system=self._system, clock=self._clock)
 
         def close(late: Root | None) -> None:
             if late is not None:
@@ -270,7 +270,7 @@ class SharedFilesDriver:
     def _write_files(self, pages: PageWrites, missing: Sequence[int]) -> dict[int, str]:
         """Write the missing pages to temporary files; return their names by position. Reports the pages that failed."""
         lent, written = Lent(pages), dict[int, str]()
-        folder, keys, used_s = pages.codec.namespace.hex(), pages.keys, pages.used_s
+        folder, keys, used_s, deadline = pages.codec.namespace.hex(), pages.keys, pages.used_s, pages.deadline
 
         def write_one(number: int) -> None:
             position = missing[number]
@@ -283,7 +283,8 @@ class SharedFilesDriver:
                 del sealed  # views of the caller's page
             temporary, failure = "", None
             try:
-                temporary = self._fresh(self._write, page_name(folder, keys[position]), data, used_s)
+                write = functools.partial(self._fresh, self._write, page_name(folder, keys[position]), data, used_s)
+                temporary = when_settled(write, self._clock, deadline)
             except OSError as error:
                 failure = error
             with lent.use() as mine:
