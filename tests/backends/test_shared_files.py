@@ -34,6 +34,8 @@ from hicache.backends.testing import (
 )
 from hicache.backends.testing.inspection import OpenStored
 from hicache.clock import ManualClock
+from hicache.errors import BackendUnavailable
+from tests.clocks import PassingClock
 from tests.waiting import WAIT_S, wait_for
 
 from ._files import CODEC, OPENED, PAGE, Faulty, page_path
@@ -168,3 +170,28 @@ def test_a_sweep_removes_the_old_files_of_dead_writers_and_no_new_ones(tmp_path:
         driver.end_sweep(1, PAGE)
         assert [path.exists() for path in names] == [not age_s] * 2
         assert all(path.exists() for path in others)
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE])
+def test_a_directory_that_another_machine_creates_at_the_same_time_may_be_missing_or_stale_for_a_moment(
+    tmp_path: Path, number: int
+) -> None:
+    failures = {"root": 2, "page": 5}
+
+    def before(call: str, count: int, args: tuple[Any, ...]) -> None:
+        name = os.path.basename(str(args[0]))
+        kind = "root" if name == "pages" else "page" if name.startswith(".") else ""
+        if call == "open" and failures.get(kind):
+            failures[kind] -= 1
+            raise OSError(number, "not there yet")
+
+    store = open_shared(tmp_path / "pages", system=Faulty(before), clock=PassingClock())
+    assert store_chain(store, make_keys(1)) == [STORED]
+    assert failures == {"root": 0, "page": 0}
+    assert not store.backend.statistics().errors
+
+
+def test_a_missing_directory_above_the_store_is_an_error(tmp_path: Path) -> None:
+    """The control: a mount point that is missing is not waited for."""
+    with pytest.raises(BackendUnavailable, match="check that the file system is mounted"):
+        open_shared(tmp_path / "missing" / "pages", clock=ManualClock())

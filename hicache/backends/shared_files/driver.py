@@ -18,10 +18,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import logging
 import math
-import secrets
 import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -31,21 +29,19 @@ from ...arguments import instance
 from ...clock import SYSTEM_CLOCK, Clock
 from ...config.storage import SharedFilesStorageOptions
 from ...errors import BackendUnavailable, PageUnreadable
-from ...frame import FrameCodec, TagStream, fill, join
+from ...frame import FrameCodec, TagStream, fill
 from ...logs import LimitedLog
 from ..base import PageId, StoredPage, Usage
 from ..driver import Answer, Swept
 from ..errors import ErrorKind, StoreError
 from ..file.mounts import UNKNOWN, misplaced
 from ..file.pages import (
-    FULL_ERRNOS,
     Identity,
     NotThePage,
     PageFiles,
     System,
     error_name,
     look,
-    make_folder,
     page_name,
     read_start,
     remove_damaged,
@@ -56,6 +52,7 @@ from .lease import SweepLease
 from .listing import Listing
 from .root import Root, open_root
 from .threads import AbandonableCalls, Lent
+from .writes import Writes
 
 _log = logging.getLogger(__name__)
 # A daemon opens a store for each namespace.
@@ -97,10 +94,9 @@ class SharedFilesDriver:
         )  # fmt: skip
         self._lease = SweepLease(self._system, self._root, clock)
         self._listing = Listing(self._system, self._root, clock)
-        self._writer, self._serial = secrets.token_hex(6), itertools.count(1)
+        self._writes = Writes(self._system, self._root, self._files, self._calls, clock)
         self._touched: dict[PageId, float] = {}
         self._lock = threading.Lock()
-        self._rejection: str | None = None
         kind = UNKNOWN
         with contextlib.suppress(OSError):
             kind = self._system.file_system(self._root.fd)
@@ -110,7 +106,7 @@ class SharedFilesDriver:
 
     def _open(self) -> Root:
         def open_it() -> Root:
-            return open_root(self.options.path, create=not self._is_tool, system=self._system)
+            return open_root(self.options.path, create=not self._is_tool, system=self._system, clock=self._clock)
 
         def close(late: Root | None) -> None:
             if late is not None:
@@ -240,9 +236,10 @@ class SharedFilesDriver:
 
     def write(self, pages: PageWrites) -> None:
         """See Driver. The missing pages are written in parallel, and appear head first when all are written."""
-        namespace, keys = pages.codec.namespace, pages.keys
         missing: list[int] = []
-        for position, answer in enumerate(self._look_up(namespace, keys, pages.deadline, is_use=True)):
+        for position, answer in enumerate(
+            self._look_up(pages.codec.namespace, pages.keys, pages.deadline, is_use=True)
+        ):
             if answer is False:
                 missing.append(position)
             elif answer is True:
@@ -250,122 +247,12 @@ class SharedFilesDriver:
             else:
                 pages.fail(position, answer)
         if missing:
-            self._rejection = None
-            written = self._write_files(pages, missing)
-            self._publish(pages, written)
-
-    def _write_files(self, pages: PageWrites, missing: Sequence[int]) -> dict[int, str]:
-        """Write the missing pages to temporary files; return their names by position. Reports the pages that failed."""
-        lent, written = Lent(pages), dict[int, str]()
-        folder, keys, used_s = pages.codec.namespace.hex(), pages.keys, pages.used_s
-
-        def sealed(mine: PageWrites, position: int) -> memoryview | None:
-            if mine.is_late or mine.is_full:
-                return None
-            parts = mine.sealed(position)
-            data = self._calls.buffer(sum(part.nbytes for part in parts))
-            join(parts, data)
-            return data
-
-        def write_one(number: int) -> None:
-            position = missing[number]
-            data = lent.use(lambda mine: sealed(mine, position))
-            if data is None:
-                return
-            try:
-                temporary = self._root.call(self._write, page_name(folder, keys[position]), data, used_s)
-            except OSError as error:
-                lent.use(functools.partial(self._refuse, position=position, error=error))
-            else:
-                if lent.use(lambda mine: written.setdefault(position, temporary)) is None:
-                    self._discard(temporary)
-
-        try:
-            self._calls.each(len(missing), write_one, pages.deadline)
-        finally:
-            lent.take_back()
-        return written
-
-    def _write(self, name: str, data: memoryview, used_s: float | None) -> str:
-        """Write a new temporary file beside the page `name`; return its name. Raises OSError, and leaves no file then.
-        """
-        folder, _, key = name.rpartition("/")
-        # A name that GlusterFS places like the final one: a rename then moves no data.
-        temporary = f"{folder}/.{key}.{self._writer}{next(self._serial)}"
-        try:
-            try:
-                self._files.write(temporary, [data])
-            except (FileNotFoundError, NotADirectoryError):
-                for above in (folder.partition("/")[0], folder):
-                    make_folder(self._system, self._root.fd, above)
-                self._files.write(temporary, [data])
-            if used_s is not None:
-                self._system.utime(temporary, int(used_s * 1e9), dir_fd=self._root.fd)
-        except OSError:
-            self._discard(temporary)
-            raise
-        return temporary
-
-    def _publish(self, pages: PageWrites, written: dict[int, str]) -> None:
-        """Rename the written files in the order of their pages, and report them. After a page without room, none is
-        published: its successors would follow a hole."""
-        folder, keys = pages.codec.namespace.hex(), pages.keys
-        until = max(pages.deadline, self._clock() + SETTLE_S)
-        rejected_from = pages.rejected_from
-        # None once the page has its name.
-        results: dict[int, OSError | None] = {}
-        lent = Lent(results)
-        # Taken by the thread that publishes the files, or by this one if none could begin in time.
-        untaken = [sorted(written.items())] if written else []
-
-        def publish(number: int) -> None:
-            nonlocal rejected_from
-            for position, temporary in untaken.pop():
-                result: OSError | None = None
-                if position >= rejected_from or lent.use(lambda mine: True) is None:
-                    self._discard(temporary)
-                    continue
-                try:
-                    self._root.call(self._files.publish, temporary, page_name(folder, keys[position]))
-                except OSError as error:
-                    result = error
-                    self._discard(temporary)
-                    if error.errno in FULL_ERRNOS:
-                        rejected_from = position
-                lent.use(functools.partial(_note, position, result))
-
-        try:
-            self._calls.each(len(untaken), publish, until)
-        finally:
-            lent.take_back()
-            with contextlib.suppress(IndexError):
-                unwanted = [temporary for _, temporary in untaken.pop()]
-                self._calls.later(functools.partial(self._discard, *unwanted))
-        for position, result in sorted(results.items()):
-            if result is None:
-                pages.stored(position)
-            else:
-                self._refuse(pages, position, result)
-
-    def _refuse(self, pages: PageWrites, position: int, error: OSError) -> None:
-        """Report a page that could not be written: rejected if the file system or a quota has no room for it."""
-        reason = error_name(error)
-        if error.errno in FULL_ERRNOS:
-            self._rejection = f"the file system says {reason}: no room, a quota, or mounted read-only; make room, or " \
-                              "lower capacity below the quota"  # fmt: skip
-            pages.reject(position, reason)
-        else:
-            pages.fail(position, reason)
-
-    def _discard(self, *temporaries: str) -> None:
-        for temporary in temporaries:
-            with contextlib.suppress(OSError):  # removed by its age later
-                self._root.call(functools.partial(self._system.unlink, temporary, dir_fd=self._root.fd))
+            self._writes.run(pages, missing)
 
     @property
     def rejection(self) -> str | None:
         """See ExplainsRejections."""
-        return self._rejection
+        return self._writes.rejection
 
     # Removals
 
@@ -487,7 +374,3 @@ class SharedFilesDriver:
     def _release(self, number: int) -> None:
         with contextlib.suppress(OSError):  # the others take the lease over by its age
             self._root.call(self._lease.release)
-
-
-def _note(position: int, result: OSError | None, results: dict[int, OSError | None]) -> None:
-    results[position] = result

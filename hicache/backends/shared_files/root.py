@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import stat
 import threading
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ...clock import SYSTEM_CLOCK, Clock
 from ...errors import BackendUnavailable, NotOurs
 from ..file.pages import READ_FLAGS, System, read_start
 
@@ -26,6 +28,9 @@ _FILE_MARKER = "HICACHE_STORE"
 _FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 # A server adds these to the root of a volume.
 _OF_VOLUMES = frozenset({"lost+found"})
+# Clients keep names and states for one second, the usual setting of FUSE.
+_SETTLING_S = (0.1, 0.3, 0.9)
+_UNSETTLED = frozenset({errno.ENOENT, errno.ESTALE})
 
 
 class RootLost(OSError):
@@ -99,7 +104,21 @@ class Root:
         self._leave()
 
 
-def open_root(path: str | os.PathLike[str], *, create: bool, system: System) -> Root:
+def when_settled(call: Callable[[], T], clock: Clock, deadline: float = math.inf) -> T:
+    """Return `call()`. Make it again, for about a second, while a directory that must exist is missing or its handle is
+    stale: two machines that create it at the same time may see that on GlusterFS. Raises OSError."""
+    for pause_s in _SETTLING_S:
+        try:
+            return call()
+        except OSError as error:
+            is_settled = error.errno not in _UNSETTLED or isinstance(error, RootLost)
+            if is_settled or clock() + pause_s >= deadline:
+                raise
+        clock.sleep(pause_s)
+    return call()
+
+
+def open_root(path: str | os.PathLike[str], *, create: bool, system: System, clock: Clock = SYSTEM_CLOCK) -> Root:
     """Open a store's root. With `create`, turn an empty or missing directory into one; the directory above it must
     exist, because a missing mount point is not created.
 
@@ -111,7 +130,9 @@ def open_root(path: str | os.PathLike[str], *, create: bool, system: System) -> 
         if create:
             with contextlib.suppress(FileExistsError):
                 system.mkdir(absolute)
-        fd = system.open(absolute, _FLAGS)
+            fd = when_settled(lambda: system.open(absolute, _FLAGS), clock)
+        else:
+            fd = system.open(absolute, _FLAGS)
         try:
             system.shared_mode = _given_to_writers(system.fstat(fd).st_mode)
             _check_marker(absolute, fd, create, system)
