@@ -14,7 +14,8 @@ from typing import Any
 
 from hicache.backends.file import FileDriver
 from hicache.backends.file.inspection import FileInspection
-from hicache.backends.file.pages import System, is_hex
+from hicache.backends.file.pages import is_hex
+from hicache.backends.file.system import System
 from hicache.backends.limit import CapacityLimit
 from hicache.backends.storage import Storage
 from hicache.backends.store import UNGUARDED, Store

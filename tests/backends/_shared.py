@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from hicache.backends.file.pages import FILE_MODE, System
+from hicache.backends.file.system import FILE_MODE, System
 from hicache.backends.limit import CapacityLimit
 from hicache.backends.shared_files import SharedFilesDriver
 from hicache.backends.store import UNGUARDED, Store

@@ -15,7 +15,7 @@ import pytest
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.file.driver import USES_FLUSH_S
-from hicache.backends.file.pages import System
+from hicache.backends.file.system import System
 from hicache.backends.testing import (
     CORRUPT,
     HIT,

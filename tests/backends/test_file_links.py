@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import pytest
 
 from hicache.backends.base import StoredPage
-from hicache.backends.file.pages import System
+from hicache.backends.file.system import System
 from hicache.backends.testing import (
     HIT,
     MISS,

@@ -17,8 +17,8 @@ import pytest
 from hicache.backends.file import FileDriver
 from hicache.backends.file.inspection import FileInspection, make_store
 from hicache.backends.file.owners import BEAT_S, HEARTBEAT_S, Owner, UsedElsewhere
-from hicache.backends.file.pages import System
 from hicache.backends.file.store import FileStore
+from hicache.backends.file.system import System
 from hicache.backends.stored import StoredPages
 from hicache.backends.testing import HIT, MISS, SET_ERROR, STORED, load, make_keys, soon, store_chain
 from hicache.clock import ManualClock

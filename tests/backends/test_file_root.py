@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.base import SetOutcome
-from hicache.backends.file.pages import System
 from hicache.backends.file.root import open_root
+from hicache.backends.file.system import System
 from hicache.backends.testing import (
     CORRUPT,
     HIT,

@@ -18,7 +18,7 @@ import pytest
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.errors import StoreError
-from hicache.backends.file.pages import System
+from hicache.backends.file.system import System
 from hicache.backends.shared_files.listing import LEFTOVER_AGE_S
 from hicache.backends.testing import (
     CORRUPT,

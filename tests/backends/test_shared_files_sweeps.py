@@ -18,7 +18,7 @@ import pytest
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.driver import Swept
-from hicache.backends.file.pages import System
+from hicache.backends.file.system import System
 from hicache.backends.limit import LIST_INTERVAL_S, PAUSE_S, _Ledger
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.pages import PageWrites

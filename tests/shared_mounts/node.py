@@ -30,7 +30,7 @@ import numpy as np
 
 from hicache.backends import limit
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.file.pages import CREATE_FLAGS
+from hicache.backends.file.system import CREATE_FLAGS
 from hicache.backends.registry import BackendSpec, open_spec
 from hicache.backends.shared_files import SharedFilesDriver, lease
 from hicache.backends.storage import Storage
@@ -127,12 +127,7 @@ def read_pages(store: Storage, keys: Sequence[bytes], deadline_s: float = 20.0) 
     return outcomes
 
 
-class InPlace(SharedFilesDriver):
-    """The control: a page is visible under its name while it is written, and stays so after a kill."""
-
-    def __init__(self, codec: FrameCodec | None, options: SharedFilesStorageOptions) -> None:
-        super().__init__(codec, options)
-
+class _WritesInPlace(Writes):
     def _write(self, name: str, data: memoryview, used_s: float | None) -> str:
         temporary = super()._write(name, data, used_s)
         with contextlib.suppress(FileExistsError):
@@ -141,6 +136,14 @@ class InPlace(SharedFilesDriver):
                 self._system.pwritev(file, [data[start : start + _PIECE_BYTES]], start)
             self._system.close(file)
         return temporary
+
+
+class InPlace(SharedFilesDriver):
+    """The control: a page is visible under its name while it is written, and stays so after a kill."""
+
+    def __init__(self, codec: FrameCodec | None, options: SharedFilesStorageOptions) -> None:
+        super().__init__(codec, options)
+        self._writes = _WritesInPlace(self._system, self._root, self._files, self._calls, SYSTEM_CLOCK)
 
 
 def open_store(job: Job, clock: Clock = SYSTEM_CLOCK) -> Storage:

@@ -36,19 +36,10 @@ from ..errors import ErrorKind, StoreError
 from ..pages import PageReads, PageWrites
 from .index import Index, PageRow
 from .mounts import UNKNOWN, misplaced
-from .pages import (
-    Identity,
-    NotThePage,
-    PageFiles,
-    System,
-    error_name,
-    look,
-    page_name,
-    remove_damaged,
-    remove_page,
-)
+from .pages import Identity, NotThePage, PageFiles, error_name, look, page_name, remove_damaged, remove_page
 from .reconcile import rows_of, stored_pages
 from .store import FileStore, Removal, now_us
+from .system import System
 from .writes import CapacityManager, Writes, class_of
 
 # A daemon opens a store for each namespace.

@@ -19,7 +19,8 @@ import stat
 from collections.abc import Iterable
 
 from .index import JOURNAL, JOURNAL_BYTES, Index, IndexDamaged, blames_file
-from .pages import OPEN_OR_CREATE_FLAGS, System, find_id, look_for_file
+from .pages import find_id, look_for_file
+from .system import OPEN_OR_CREATE_FLAGS, System
 
 _log = logging.getLogger(__name__)
 

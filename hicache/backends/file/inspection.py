@@ -30,10 +30,11 @@ from ..pages import PageWrites
 from .driver import FileDriver
 from .index import JOURNAL, Index, IndexDamaged, PageRow
 from .index_file import usable_index
-from .pages import FULL_ERRNOS, LOCK_FILE, READ_FLAGS, Identity, System, look, page_name, read_start
+from .pages import FULL_ERRNOS, LOCK_FILE, Identity, look, page_name, read_start
 from .reconcile import rows_of, stored_pages
 from .root import open_root
 from .store import FileStore, wait_for_flock
+from .system import READ_FLAGS, System
 
 _log = logging.getLogger(__name__)
 

@@ -34,20 +34,8 @@ from typing import NamedTuple
 
 from ...clock import Clock
 from .mounts import is_shared
-from .pages import (
-    FULL_ERRNOS,
-    LIST_FLAGS,
-    NOT_A_FILE_ERRNOS,
-    OPEN_OR_CREATE_FLAGS,
-    READ_FLAGS,
-    TMP_DIR,
-    System,
-    file_id,
-    find_id,
-    is_hex,
-    make_folder,
-    read_head,
-)
+from .pages import FULL_ERRNOS, NOT_A_FILE_ERRNOS, TMP_DIR, file_id, find_id, is_hex, make_folder, read_head
+from .system import LIST_FLAGS, OPEN_OR_CREATE_FLAGS, READ_FLAGS, System
 
 OWNER_SUFFIX = ".alive"
 OWNER_HEX_DIGITS = 16

@@ -18,10 +18,8 @@ from ..base import PageId, StoredPage
 from .index import Index, PageRow
 from .owners import OWNER_SUFFIX, living, owner_of
 from .pages import (
-    LIST_FLAGS,
     NOT_REGULAR,
     TMP_DIR,
-    System,
     identity,
     is_hex,
     look,
@@ -31,6 +29,7 @@ from .pages import (
     remove_damaged,
     remove_page,
 )
+from .system import LIST_FLAGS, System
 
 _FANS = 256
 # The errors of a device for one unreadable page. The other pages are not affected.

@@ -26,19 +26,9 @@ from ...errors import BackendUnavailable, NotOurs
 from ...frame import HEADER_BYTES, FrameHeader
 from .index_file import index_files
 from .owners import owner_of
-from .pages import (
-    DIR_MODE,
-    LIST_FLAGS,
-    LOCK_FILE,
-    TMP_DIR,
-    System,
-    is_hex,
-    look,
-    look_for_file,
-    read_head,
-    read_start,
-)
+from .pages import LOCK_FILE, TMP_DIR, is_hex, look, look_for_file, read_head, read_start
 from .reconcile import listed
+from .system import DIR_MODE, LIST_FLAGS, System
 
 MARKER = "HICACHE_STORE"
 # The root in a directory that this user cannot close to others.

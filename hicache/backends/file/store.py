@@ -59,18 +59,10 @@ from ..base import PageId
 from .index import Index, IndexDamaged
 from .index_file import IndexFile
 from .owners import HEARTBEAT_S, OWNER_HEX_DIGITS, OwnerFile, UsedElsewhere
-from .pages import (
-    FULL_ERRNOS,
-    LOCK_FILE,
-    OPEN_OR_CREATE_FLAGS,
-    TMP_DIR,
-    System,
-    file_id,
-    find_id,
-    remove_page,
-)
+from .pages import FULL_ERRNOS, LOCK_FILE, TMP_DIR, file_id, find_id, remove_page
 from .reconcile import reap, reconcile
 from .root import MARKER, open_root, write_marker
+from .system import OPEN_OR_CREATE_FLAGS, System
 
 _log = logging.getLogger(__name__)
 # Each transaction has the same error until an operator fixes it.

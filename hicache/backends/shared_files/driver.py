@@ -35,17 +35,8 @@ from ..base import PageId, StoredPage, Usage
 from ..driver import Answer, Swept
 from ..errors import ErrorKind, StoreError
 from ..file.mounts import UNKNOWN, misplaced
-from ..file.pages import (
-    Identity,
-    NotThePage,
-    PageFiles,
-    System,
-    error_name,
-    look,
-    page_name,
-    read_start,
-    remove_damaged,
-)
+from ..file.pages import Identity, NotThePage, PageFiles, error_name, look, page_name, read_start, remove_damaged
+from ..file.system import System
 from ..pages import SETTLE_S, PageReads, PageWrites
 from ..prefix import stored_prefix
 from .lease import SweepLease

@@ -26,7 +26,8 @@ from dataclasses import asdict, dataclass, replace
 
 from ...clock import Clock
 from ..driver import Swept
-from ..file.pages import CREATE_FLAGS, FULL_ERRNOS, NOT_A_FILE_ERRNOS, System, read_start
+from ..file.pages import FULL_ERRNOS, NOT_A_FILE_ERRNOS, read_start
+from ..file.system import CREATE_FLAGS, System
 from .root import MARKER, Root
 
 LEASE_FILE = "sweeper"

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from ...clock import Clock
 from ..base import StoredPage
-from ..file.pages import LIST_FLAGS, NOT_REGULAR, System, identity, is_hex
+from ..file.pages import NOT_REGULAR, identity, is_hex
 from ..file.reconcile import remove_empty
+from ..file.system import LIST_FLAGS, System
 from .lease import TEMPORARY_LEASE
 from .root import Root, RootLost
 

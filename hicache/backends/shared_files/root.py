@@ -18,7 +18,8 @@ from typing import Any, TypeVar
 
 from ...clock import SYSTEM_CLOCK, Clock
 from ...errors import BackendUnavailable, NotOurs
-from ..file.pages import READ_FLAGS, System, read_start
+from ..file.pages import read_start
+from ..file.system import READ_FLAGS, System
 
 T = TypeVar("T")
 

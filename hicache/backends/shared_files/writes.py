@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from ...clock import Clock
 from ...frame import join
-from ..file.pages import FULL_ERRNOS, PageFiles, System, error_name, make_folder, page_name
+from ..file.pages import FULL_ERRNOS, PageFiles, error_name, make_folder, page_name
+from ..file.system import System
 from ..pages import SETTLE_S, PageWrites
 from .root import Root, when_settled
 from .threads import AbandonableCalls, Lent

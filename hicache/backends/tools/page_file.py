@@ -7,7 +7,8 @@ import stat
 from os import PathLike
 
 from ...errors import BackendUnavailable
-from ..file.pages import NOT_REGULAR, System, read_start
+from ..file.pages import NOT_REGULAR, read_start
+from ..file.system import System
 from .verify import NO_KEYS, PageKeys, PageReport, read_page
 
 _FILE_KINDS = {
