@@ -105,11 +105,8 @@ def test_kills_leave_whole_pages_or_misses_and_their_files_are_removed(tmp_path:
         later = ManualClock()
         later.advance(HOURS_S)
         store = open_store(killing.jobs[0], later)
-        try:
-            wait_for(lambda: temporary_files(stored) == [])
-        finally:
-            print(f"not removed: {temporary_files(stored)}; {store.statistics().errors}")
-            store.close()
+        wait_for(lambda: temporary_files(stored) == [])
+        store.close()
 
 
 def test_without_a_rename_kills_leave_damaged_pages(tmp_path: Path) -> None:
