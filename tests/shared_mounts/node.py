@@ -33,6 +33,7 @@ from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.file.system import CREATE_FLAGS
 from hicache.backends.registry import BackendSpec, open_spec
 from hicache.backends.shared_files import SharedFilesDriver, lease
+from hicache.backends.shared_files.writes import Writes
 from hicache.backends.storage import Storage
 from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config.storage import SharedFilesStorageOptions
