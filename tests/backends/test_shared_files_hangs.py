@@ -302,7 +302,7 @@ def test_no_page_of_a_batch_that_was_left_while_it_was_written_appears_and_no_fi
         calls.clear()
         return put(store, keys, deadline)
 
-    outcomes = leave(hang, write, 0.1)
+    outcomes = leave(hang, write, 1.0)
     assert outcomes == [SET_ERROR] * 3
     hang.release()
     settled(store)
