@@ -386,11 +386,20 @@ class CapacityLimit:
                 ledger.limit_bytes = max(0, min(ledger.capacity_bytes, ledger.used_bytes + free))
 
     def _list(self) -> None:
-        began_s = self._clock.wall_s()
+        """List the store. After a failure, the next listing gets the stores and uses that wait for this one."""
         with self._state:
             self._ledger.begin_listing()
             fresh, self._fresh = self._fresh, {}
             uses, self._uses = self._uses, {}
+        try:
+            self._list_with(fresh, uses)
+        except BackendError:
+            with self._state:
+                self._fresh, self._uses = fresh | self._fresh, uses | self._uses
+            raise
+
+    def _list_with(self, fresh: dict[bytes, bytes | None], uses: dict[bytes, float]) -> None:
+        began_s = self._clock.wall_s()
         chains, namespace = self._chains, self.codec.namespace
         total, seen = 0, set[PageId]()
         count = 0

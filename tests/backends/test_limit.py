@@ -399,6 +399,15 @@ def test_after_a_failed_listing_verbs_do_not_cause_an_earlier_one(tmp_path: Path
         assert limit._sweep_once() == limit._not_before
 
 
+def test_a_failed_listing_leaves_the_uses_to_the_next_one(tmp_path: Path, clock: ManualClock) -> None:
+    with troubled(tmp_path / "store", BackendUnavailable("it is away"), clock=clock) as (store, _, _):
+        limit, (key,) = limit_of(store), make_keys(1)
+        limit._sweeps.close(10.0)
+        limit.note_uses([key])
+        limit._sweep_once()
+        assert key in limit._uses
+
+
 def test_a_sweep_without_a_thread_runs_once_a_thread_can_start(tmp_path: Path, clock: ManualClock) -> None:
     limit = CapacityLimit(CODEC, pages_of(tmp_path / "store"), capacity_bytes=5 * PAGE, clock=clock)
     with no_threads():

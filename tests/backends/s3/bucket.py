@@ -51,7 +51,7 @@ def options(url: str, prefix: str = "test/", **changes: Any) -> S3StorageOptions
     """Return options for a store at `url`, with credentials from the environment."""
     chosen: dict[str, Any] = {
         "bucket": "pages", "prefix": prefix, "endpoint_url": url, "access_key_env": "S3_ACCESS_KEY",
-        "secret_key_env": "S3_SECRET_KEY", "region": "us-east-1",
+        "secret_key_env": "S3_SECRET_KEY", "region": "us-east-1", "open_timeout": PATIENCE_S,
     }  # fmt: skip
     return S3StorageOptions(**(chosen | changes))
 
