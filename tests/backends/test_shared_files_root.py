@@ -84,21 +84,31 @@ def test_new_directories_belong_to_the_group_of_a_root_with_the_group_bit(tmp_pa
     assert {path.stat().st_gid for path in root.rglob("*")} == {12345}
 
 
-def test_a_file_system_that_refuses_permissions_costs_pages_and_leaves_no_file_and_no_descriptor(
-    tmp_path: Path,
-) -> None:
+def refuses_permissions(code: int) -> Faulty:
     def fault(name: str, number: int, args: tuple[Any, ...]) -> None:
         if name == "fchmod":
-            raise OSError(errno.EPERM, "no permissions here")
+            raise OSError(code, os.strerror(code))
 
+    return Faulty(fault)
+
+
+@pytest.mark.parametrize("code", [errno.EPERM, errno.EOPNOTSUPP])
+def test_a_file_system_that_decides_permissions_itself_keeps_pages(tmp_path: Path, code: int) -> None:
+    root = root_with(tmp_path / "s", 0o770)
+    store = open_shared(root, system=refuses_permissions(code))
+    assert store_chain(store, KEYS) == [STORED] * 3 and load(store, KEYS) == [HIT] * 3
+    assert {path.stat().st_mode & 0o777 for path in page_files(root)} == {0o600}, "the control: it was refused"
+
+
+def test_a_failing_change_of_permissions_costs_pages_and_leaves_no_file_and_no_descriptor(tmp_path: Path) -> None:
     root, leftovers = root_with(tmp_path / "s", 0o770), Leftovers()
-    system = Faulty(fault)
+    system = refuses_permissions(errno.EIO)
     system.armed = False
     store = open_shared(root, system=system)
     system.armed = True
     assert store_chain(store, KEYS) == [SET_ERROR] * 3
     assert (page_files(root), temporaries(root)) == ([], [])
-    assert store.backend.statistics().errors == {"EPERM": 3}
+    assert store.backend.statistics().errors == {"EIO": 3}
     system.armed = False
     assert store_chain(store, KEYS) == [STORED] * 3, "the control"
     store.backend.close()

@@ -7,6 +7,7 @@ Calls are relative to the descriptor of a root, so that a renamed or replaced ro
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -29,6 +30,15 @@ LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FACT_CHARS_MAX = 128
 
 _T = TypeVar("_T")
+
+
+def _unless_refused(change_mode: Callable[..., None], *args: Any, **named: Any) -> None:
+    """Change permissions, unless the file system decides them itself, as SMB does. Raises OSError."""
+    try:
+        change_mode(*args, **named)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
+            raise
 
 
 class System:
@@ -76,7 +86,7 @@ class System:
         fd = self._walk(path, dir_fd, lambda name, above: os.open(name, flags, mode, dir_fd=above))
         if self.shared_mode and flags & os.O_EXCL:
             try:
-                self.fchmod(fd, mode | (self.shared_mode & 0o666))
+                _unless_refused(self.fchmod, fd, mode | (self.shared_mode & 0o666))
             except BaseException:
                 os.close(fd)
                 raise
@@ -125,7 +135,7 @@ class System:
         os.mkdir(name, DIR_MODE, dir_fd=dir_fd)
         if self.shared_mode:
             set_group_id = os.stat(name, dir_fd=dir_fd, follow_symlinks=False).st_mode & stat.S_ISGID
-            os.chmod(name, DIR_MODE | self.shared_mode | set_group_id, dir_fd=dir_fd)
+            _unless_refused(os.chmod, name, DIR_MODE | self.shared_mode | set_group_id, dir_fd=dir_fd)
 
     def utime(self, path: str, used_ns: int | None, *, dir_fd: int) -> None:
         """Set the times of a file; None for now, by the clock of the file system if it has one."""
