@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
+
+from .driver import Driver
 
 # Up to this many keys, `stored_prefix` looks up all keys in parallel, and the answer is exact.
 EXACT_KEYS_MAX = 16
@@ -34,6 +37,20 @@ def stored_prefix(count: int, ask: Callable[[Sequence[int]], Sequence[bool]]) ->
             low = position + 1
         probes = _spread(low - 1, high, PROBES, ends=False)
     return high
+
+
+def search_prefix(
+    driver: Driver[Any], namespace: bytes, keys: Sequence[bytes], deadline: float
+) -> tuple[int, Sequence[str]]:
+    """See FindsPrefixes: `stored_prefix` with lookups of `driver`, which makes those of one call in parallel."""
+    kinds: list[str] = []
+
+    def ask(positions: Sequence[int]) -> list[bool]:
+        answers = [*driver.find(namespace, [keys[position] for position in positions], deadline)]
+        kinds.extend(answer for answer in answers if isinstance(answer, str))
+        return [answer is True for answer in answers]
+
+    return stored_prefix(len(keys), ask), kinds
 
 
 def _spread(low: int, high: int, count: int, *, ends: bool) -> list[int]:

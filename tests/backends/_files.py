@@ -51,6 +51,12 @@ def open_file(
     backend = Store(driver, codec, UNGUARDED, name="file", limit=limit, clock=clock)
     OPENED.append(backend)
 
+    return with_doors(backend, root, codec)
+
+
+def with_doors(backend: Storage, root: Path, codec: FrameCodec) -> Subject:
+    """Return the store with direct access to its page files."""
+
     def read(key: bytes) -> bytes | None:
         path = page_path(root, codec, key)
         return path.read_bytes() if path.exists() else None

@@ -18,7 +18,7 @@ from hicache.config.storage import SharedFilesStorageOptions
 from hicache.frame import FrameCodec
 from tests.waiting import wait_for
 
-from ._files import CODEC, OPENED, page_path
+from ._files import CODEC, OPENED, with_doors
 
 
 def shared_options(path: Path, **options: Any) -> SharedFilesStorageOptions:
@@ -32,15 +32,7 @@ def open_shared(
     driver = SharedFilesDriver(codec, shared_options(root, **options), system=system, clock=clock)
     backend = Store(driver, codec, UNGUARDED, name="shared_files", clock=clock)
     OPENED.append(backend)
-
-    def read(key: bytes) -> bytes | None:
-        path = page_path(root, codec, key)
-        return path.read_bytes() if path.exists() else None
-
-    def write(key: bytes, data: bytes) -> None:
-        page_path(root, codec, key).write_bytes(data)
-
-    return Subject(backend, read, write)
+    return with_doors(backend, root, codec)
 
 
 def shared_driver(store: Subject) -> SharedFilesDriver:

@@ -24,7 +24,7 @@ from ..driver import Answer
 from ..errors import ErrorKind, StoreError
 from ..http import PIECE_BYTES
 from ..pages import PageReads, PageWrites
-from ..prefix import stored_prefix
+from ..prefix import search_prefix
 from .objects import Objects
 
 # The time limit for counting a namespace, which takes one request per thousand pages.
@@ -51,15 +51,8 @@ class S3Driver:
         self._pool = SupervisedPool[Any]("s3", options.connections - 1, clock=clock)
 
     def find_prefix(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
-        """See FindsPrefixes. Exact for a few keys; for many keys a search, see `stored_prefix`."""
-        kinds: list[str] = []
-
-        def ask(positions: Sequence[int]) -> list[bool]:
-            answers = self.find(namespace, [keys[position] for position in positions], deadline)
-            kinds.extend(answer for answer in answers if isinstance(answer, str))
-            return [answer is True for answer in answers]
-
-        return stored_prefix(len(keys), ask), kinds
+        """See FindsPrefixes. Exact for a few keys; for many keys a search, see `prefix`."""
+        return search_prefix(self, namespace, keys, deadline)
 
     def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[Answer]:
         """See Driver. One request per key, all in parallel."""

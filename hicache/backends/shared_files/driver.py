@@ -38,7 +38,7 @@ from ..file.mounts import UNKNOWN, misplaced
 from ..file.pages import Identity, NotThePage, PageFiles, error_name, look, page_name, read_start, remove_damaged
 from ..file.system import System
 from ..pages import SETTLE_S, PageReads, PageWrites
-from ..prefix import stored_prefix
+from ..prefix import search_prefix
 from .lease import SweepLease
 from .listing import Listing
 from .root import Root, open_root
@@ -122,15 +122,8 @@ class SharedFilesDriver:
         return self._look_up(namespace, keys, deadline, is_use=False)
 
     def find_prefix(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
-        """See FindsPrefixes. Exact for a few keys; for many keys a search, see `stored_prefix`."""
-        kinds: list[str] = []
-
-        def ask(positions: Sequence[int]) -> list[bool]:
-            answers = self.find(namespace, [keys[position] for position in positions], deadline)
-            kinds.extend(answer for answer in answers if isinstance(answer, str))
-            return [answer is True for answer in answers]
-
-        return stored_prefix(len(keys), ask), kinds
+        """See FindsPrefixes. Exact for a few keys; for many keys a search, see `prefix`."""
+        return search_prefix(self, namespace, keys, deadline)
 
     def touch(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[Answer]:
         """See Touches. One stat per key, and a change of its time if that is older than a minute."""
