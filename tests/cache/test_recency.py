@@ -18,6 +18,7 @@ from hicache.backends.storage import Storage
 from hicache.backends.store import Store
 from hicache.backends.testing import Subject, store_chain, store_of
 from hicache.cache import host_tier
+from hicache.clock import ManualClock
 from hicache.config import TransferConfig
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.config.storage import FileStorageOptions
@@ -60,9 +61,16 @@ def node_of(world: World, key: RadixKey) -> Node:
     return world.cache.tree.match(key).node
 
 
-def send_uses(world: World) -> None:
-    """Step until storage has been notified of all uses."""
-    world.until(lambda: not world.cache._l2._used and world.controller._storage._touch is None)
+def send_uses(world: World, clock: ManualClock | None = None) -> None:
+    """Step until storage has been notified of all uses. With `clock`, move it while no notification is in flight: two
+    within a second wait, and one in flight would miss its deadline."""
+
+    def step() -> None:
+        world.step()
+        if clock is not None and world.controller._storage._touch is None:
+            clock.advance(0.1)
+
+    wait_for(lambda: not world.cache._l2._used and world.controller._storage._touch is None, step, pause_s=0)
 
 
 class RecordingStore(LastingBackend):
@@ -119,8 +127,8 @@ class Rounds:
             assert number == 0 or request.device_hit_tokens == 12, "HOT stays on L1"
             world.serve(f"other {number}", other(number))
             world.settle()
+            send_uses(world, self.clock)
             self.clock.advance(host_tier.TOUCH_EVERY_S + 1)
-            send_uses(world)
 
 
 @pytest.mark.parametrize(
@@ -180,7 +188,7 @@ def test_a_worker_notifies_storage_heads_first_and_once_a_minute_for_each_run() 
     world.settle()
     for number in range(5):
         world.serve(f"hit {number}", prompt(1, 2, 3))
-        send_uses(world)
+        send_uses(world, clock)
     assert store.touched == keys_of(prompt(1, 2, 3))
     assert store.threads and all(name.startswith("hicache-backup") for name in store.threads)
     clock.advance(host_tier.TOUCH_EVERY_S)
