@@ -12,7 +12,7 @@ The limit is lower while the store has less room: a driver that `HasFreeSpace` s
 If the store itself rejects pages, for a quota of its own, a sweep makes some room, at most once per interval.
 
 The time of a page's last use comes from the clock of the server or of the writer, which may differ from this one. A
-page whose time has changed since the last listing counts as used after that listing, whatever its time is.
+page whose time has changed since the last listing counts as used after that listing, also if its time is older.
 
 A listing costs one request per thousand pages on S3. The first sweep that removes pages reads the header of each page
 that this engine has not stored itself: one small request per page, once.

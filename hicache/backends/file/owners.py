@@ -9,7 +9,7 @@ device of the root, the host and the process; its time of change is a heartbeat,
 | another one ("foreign"): its locks may not be seen here | its heartbeat is younger than HEARTBEAT_S              |
 | this machine before its last restart                    | never                                                  |
 
-Containers of one machine have the same boot id, whatever their `/etc/machine-id`. Two mounts of a network or FUSE file
+Containers of one machine have the same boot id, also with different machine ids. Two mounts of a network or FUSE file
 system have different devices, and the locks of one may not be seen through the other. The age of a heartbeat is
 relative to this opening's own owner file, so that times of one file system are compared, not two machines' clocks.
 

@@ -48,7 +48,7 @@ class System:
     NotADirectoryError, and the link's target is not accessed. The operating system resolves a path without `dir_fd`.
     """
 
-    # The permissions of group and others for new files and directories, whatever the umask is.
+    # The permissions of group and others for new files and directories, with any umask.
     shared_mode = 0
     # Calls by descriptor are used directly, without a Python frame around each.
     close = staticmethod(os.close)
