@@ -10,8 +10,8 @@ be left at its deadline (see `threads`). The price is one copy per page.
 A server that restarts may forget handles of files (ESTALE). Each step is then tried once more from the root, which is
 opened again.
 
-Locking design: `_lock` guards `_touched`; it is held for a few instructions. `_rejection` is a hint, written by any
-thread. The lease and the listing belong to the thread of the sweeps, or of a tool.
+Locking design: `_lock` guards `_touched`; it is held for a few instructions. The lease and the listing belong to the
+thread of the sweeps, or of a tool.
 """
 
 from __future__ import annotations
