@@ -31,7 +31,7 @@ from ...errors import ConfigError
 from ..replay.job import SYNTHETIC_REQUESTS, ReplayJob
 from ..replay.report import html_report
 from ..replay.result import ReplayResult, Sample
-from ..replay.trace import REQUESTS_MAX
+from ..traces.trace import REQUESTS_MAX
 from .replay_view import print_summary, progress_of
 
 REPLAY_CONFIG = ready_file("replay")

@@ -16,8 +16,8 @@ from ..replay.job import ReplayJob
 from ..replay.report import REASONS, WAY_NAMES, flattened_drops, ideal_rows
 from ..replay.result import TIER_NAMES, ReplayResult, Sample
 from ..replay.timing import SchedulerTimes
-from ..replay.tokens import TokenSource
-from ..replay.trace import TraceRequest
+from ..traces.tokens import TokenSource
+from ..traces.trace import TraceRequest
 
 
 def progress_of(sample: Sample, job: ReplayJob) -> StepProgress:

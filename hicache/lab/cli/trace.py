@@ -11,8 +11,8 @@ from ...cli.stores import JSON, print_json
 from ...errors import InvalidInput
 from ...units import counted
 from ..replay.job import SYNTHETIC_REQUESTS
-from ..replay.synthetic import synthetic_trace
-from ..replay.trace import REQUESTS_MAX, as_line, read_trace, write_trace
+from ..traces.synthetic import synthetic_trace
+from ..traces.trace import REQUESTS_MAX, as_line, read_trace, write_trace
 from .replay_view import facts_lines, trace_facts
 
 

@@ -1,4 +1,4 @@
 """Replay of request traces through the real tree, controller and storage, with every byte compared; `hicache replay`.
 
-`trace` reads a trace, `synthetic` generates one, `runner` replays it, `result` and `report` have the results.
+`runner` replays a trace of `lab/traces`, `result` and `report` have the results.
 """

@@ -19,10 +19,10 @@ from heapq import heappop, heappush
 import numpy as np
 
 from ...keys import page_keys
+from ..traces.tokens import TokenSource
 from .job import ReplayJob
 from .result import Ideal, ReplayResult
 from .stand_in import Seeds, page_seeds
-from .tokens import TokenSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ...config import HiCacheConfig
 from ...errors import ConfigError
-from .synthetic import synthetic_trace
-from .trace import TraceRequest, read_trace
+from ..traces.synthetic import synthetic_trace
+from ..traces.trace import TraceRequest, read_trace
 
 # A synthetic trace of this many requests fills and spills all three default tiers within a minute.
 SYNTHETIC_REQUESTS = 1000

@@ -8,7 +8,8 @@ from html import escape
 
 from ...cache.statistics import SKIP_REASONS
 from ...units import format_share, format_size
-from .plots import Axis, Curve, bars, legend, linear_axis, lines, log_axis, stacked
+from ..pages import captioned, html_page, html_table, html_tiles
+from ..plots import Axis, Curve, bars, legend, linear_axis, lines, log_axis, stacked
 from .result import TIER_NAMES, ReplayResult, Sample
 from .timing import Latency
 
@@ -29,40 +30,6 @@ INTERVALS = 60
 PERCENTS = (0.0, 10.0, 25.0, 50.0, 75.0, 90.0, 95.0, 99.0, 99.5, 99.9, 100.0)
 # The goal for the scheduler's work for one request, drawn into its figure.
 REQUEST_GOAL_MS = 1.0
-
-_STYLE = """
-:root { --ground: #fcfcfb; --card: #fff; --ink: #1d2129; --soft: #5d6673; --rule: #dfe3e8; --good: #12703c;
-  --bad: #b3261e; --c0: #2f6fde; --c1: #0f9b8e; --c2: #d98a00; --c3: #b9c0ca; --c4: #b3261e; }
-@media (prefers-color-scheme: dark) { :root { --ground: #14171c; --card: #1b1f26; --ink: #e6e9ee; --soft: #9aa4b2;
-  --rule: #30363f; --good: #5fd08f; --bad: #ff8a80; --c0: #6ea0ff; --c1: #3cc7b8; --c2: #f0b03f; --c3: #4b5461;
-  --c4: #ff8a80; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; max-width: 960px; padding: 32px 20px 64px; background: var(--ground); color: var(--ink);
-  font: 15px/1.5 system-ui, sans-serif; }
-h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 40px 0 4px; }
-p { margin: 4px 0 12px; max-width: 75ch; } .soft { color: var(--soft); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(136px, 1fr)); gap: 12px; margin: 20px 0 8px; }
-.tile { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 12px 14px; }
-.tile b { display: block; font-size: 22px; line-height: 1.3; font-variant-numeric: tabular-nums; }
-.tile span { color: var(--soft); font-size: 13px; } .good b { color: var(--good); } .bad b { color: var(--bad); }
-figure { margin: 12px 0 0; background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 14px; }
-figcaption { font-weight: 600; margin-bottom: 6px; } svg { display: block; width: 100%; height: auto; }
-svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } svg .value { fill: var(--ink); }
-.grid { stroke: var(--rule); } .tick { stroke: var(--soft); }
-.line { fill: none; stroke-width: 2; stroke-linejoin: round; }
-.line.c0 { stroke: var(--c0); } .line.c1 { stroke: var(--c1); } .line.c2 { stroke: var(--c2); }
-.line.c3 { stroke: var(--c3); } .line.c4 { stroke: var(--c4); }
-.area.c0 { fill: var(--c0); } .area.c1 { fill: var(--c1); } .area.c2 { fill: var(--c2); } .area.c3 { fill: var(--c3); }
-.legend { display: flex; flex-wrap: wrap; gap: 4px 18px; margin: 8px 0 0; font-size: 13px; }
-.key { display: inline-flex; align-items: center; gap: 6px; }
-.swatch { width: 14px; height: 10px; border-radius: 2px; }
-.swatch.c0 { background: var(--c0); } .swatch.c1 { background: var(--c1); } .swatch.c2 { background: var(--c2); }
-.swatch.c3 { background: var(--c3); } .swatch.c4 { background: var(--c4); }
-.swatch.dashed { height: 3px; }
-.scroll { overflow-x: auto; } table { border-collapse: collapse; margin: 12px 0 0; font-variant-numeric: tabular-nums; }
-th, td { text-align: right; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--rule); white-space: nowrap; }
-th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 500; font-size: 13px; }
-"""
 
 
 def html_report(result: ReplayResult) -> str:
@@ -92,9 +59,7 @@ def html_report(result: ReplayResult) -> str:
         "<h2>Setup</h2>",
         _setup(result),
     ]
-    return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-            f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>\n'
-            f"<body>\n{chr(10).join(parts)}\n</body></html>\n")  # fmt: skip
+    return html_page(title, parts)
 
 
 def flattened_drops(result: ReplayResult) -> list[tuple[str, int]]:
@@ -163,10 +128,7 @@ def _tiles(result: ReplayResult) -> str:
         ("", f"{result.scheduler.request_cpu.p50_us / 1000:.2f} ms", "scheduler work per request, p50"),
         ("", f"{result.scheduler.request_cpu.p99_us / 1000:.2f} ms", "scheduler work per request, p99"),
     ]
-    return '<div class="tiles">' + "".join(
-        f'<div class="tile {kind}"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
-        for kind, value, label in tiles
-    ) + "</div>"  # fmt: skip
+    return html_tiles(tiles)
 
 
 def _sources(result: ReplayResult) -> str:
@@ -177,11 +139,11 @@ def _sources(result: ReplayResult) -> str:
         x = linear_axis(result.elapsed_s, "seconds since the start", _plain)
         y = Axis(0, 100, [(percent, f"{percent} %") for percent in range(0, 101, 25)], "share of prompt tokens")
         plot = stacked(x, y, moments, curves, title="Share of prompt tokens by source, over time")
-        figure = _captioned("Prompt tokens by source, over time", plot + legend(curves))
+        figure = captioned("Prompt tokens by source, over time", plot + legend(curves))
     rows = [(TIER_NAMES[tier], tokens.hits.get(tier, 0)) for tier in TIER_NAMES]
     rows += [("computed", tokens.computed), *ideal_rows(result)]
     rows += [("computed again after a preemption", tokens.recomputed)]
-    return figure + _table(
+    return figure + html_table(
         ("source", "tokens", "share"),
         [(name, f"{count:,}", format_share(count, tokens.prompt)) for name, count in rows],
     )
@@ -203,16 +165,16 @@ def _occupancy(result: ReplayResult) -> str:
     x = linear_axis(result.elapsed_s, "seconds since the start", _plain)
     y = Axis(0, 100, [(percent, f"{percent} %") for percent in range(0, 101, 25)], "of capacity in use")
     plot = lines(x, y, [sample.elapsed_s for sample in samples], curves, title="Occupancy of the tiers, over time")
-    return _captioned("Occupancy of the tiers, over time", plot + legend(curves))
+    return captioned("Occupancy of the tiers, over time", plot + legend(curves))
 
 
 def _moves(result: ReplayResult) -> str:
     moved = [(WAY_NAMES.get(way, way), float(count), format_size(count)) for way, count in result.moved_bytes.items()]
     evicted = [(TIER_NAMES[tier], float(result.evicted_pages.get(tier, 0)),
                 f"{result.evicted_pages.get(tier, 0):,}") for tier in TIER_NAMES]  # fmt: skip
-    return _captioned(
+    return captioned(
         "Bytes moved between tiers", bars(moved, colour=1, title="Bytes moved between tiers")
-    ) + _captioned("Pages evicted, by the tier they left", bars(evicted, colour=2, title="Pages evicted by tier"))
+    ) + captioned("Pages evicted, by the tier they left", bars(evicted, colour=2, title="Pages evicted by tier"))
 
 
 def _times(result: ReplayResult) -> str:
@@ -222,13 +184,13 @@ def _times(result: ReplayResult) -> str:
          (found.p50_us, found.p90_us, found.p99_us, found.p999_us, found.max_us)))
         for name, found in times.distributions().items()
     ]  # fmt: skip
-    table = _table(("time in ms", "count", "p50", "p90", "p99", "p99.9", "max"), rows)
+    table = html_table(("time in ms", "count", "p50", "p90", "p99", "p99.9", "max"), rows)
     calls = sorted(times.calls.items(), key=lambda call: -call[1].cpu_s)
     where = bars(
         [(name, call.cpu_s, f"{call.cpu_s:.3f} s in {call.calls:,}") for name, call in calls],
         colour=0, title="Processor time of the scheduler's thread, by call",
     )  # fmt: skip
-    return _percentile_figure(times.request_cpu, times.request_elapsed) + table + _captioned(
+    return _percentile_figure(times.request_cpu, times.request_elapsed) + table + captioned(
         "Processor time of the scheduler's thread, by call", where
     )  # fmt: skip
 
@@ -249,7 +211,7 @@ def _percentile_figure(cpu: Latency, elapsed: Latency) -> str:
     least = min(curves[0].values[0], REQUEST_GOAL_MS / 10)
     y = log_axis(least, max(elapsed.max_us / 1000, REQUEST_GOAL_MS * 10), "ms per request", lambda ms: f"{ms:g}")
     plot = lines(x, y, positions, curves, title="Scheduler time per request, by percentile")
-    return _captioned("Scheduler time per request, by percentile", plot + legend(curves))
+    return captioned("Scheduler time per request, by percentile", plot + legend(curves))
 
 
 def _distance(percent: float) -> float:
@@ -262,7 +224,7 @@ def _drops(result: ReplayResult) -> str:
     drops = flattened_drops(result)
     if not drops:
         return "<p>Nothing.</p>"
-    return _table(("what", "times", "counter"), [(REASONS.get(name, name), f"{n:,}", name) for name, n in drops])
+    return html_table(("what", "times", "counter"), [(REASONS.get(name, name), f"{n:,}", name) for name, n in drops])
 
 
 def _setup(result: ReplayResult) -> str:
@@ -285,17 +247,7 @@ def _setup(result: ReplayResult) -> str:
     ]
     if setup.speed_up is not None:
         rows.append(("latest arrival behind its time", f"{requests.late_s:.1f} s"))
-    return _table(("", ""), rows)
-
-
-def _captioned(caption: str, content: str) -> str:
-    return f"<figure><figcaption>{escape(caption)}</figcaption>{content}</figure>"
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    header = "".join(f"<th>{escape(name)}</th>" for name in head)
-    lines_ = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{header}</tr></thead><tbody>{lines_}</tbody></table></div>'
+    return html_table(("", ""), rows)
 
 
 def _plain(value: float) -> str:

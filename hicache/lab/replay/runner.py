@@ -21,12 +21,12 @@ from ...errors import InvalidInput
 from ...geometry import KVLayout
 from ...keys import Namespace
 from ..engine import Engine, EngineOptions
+from ..traces.tokens import TokenSource
+from ..traces.trace import TraceRequest
 from .job import ReplayJob
 from .result import ReplayResult, Requests, Sample, Series, Setup
 from .stand_in import StandIn
 from .timing import SchedulerClock
-from .tokens import TokenSource
-from .trace import TraceRequest
 
 # The interval of samples. A sample queries the usage of storage, which is I/O, so it is not taken in every step.
 SAMPLE_EVERY_S = 0.1

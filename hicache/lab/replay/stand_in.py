@@ -32,8 +32,8 @@ from ...tiers import Fence, KVPool
 from ...tiers.upload import upload
 from ...types import NO_PAGES, PageIds
 from ..engine import Batch, Request
+from ..traces.tokens import VOCAB_SIZE, Prompt, mixed
 from .result import SOURCES, TIERS, TokenCounts
-from .tokens import VOCAB_SIZE, Prompt, mixed
 
 WORD_BYTES = 8
 # One 8-byte seed per page, int64: the start of its key.

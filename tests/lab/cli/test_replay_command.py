@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from hicache.cli.main import main
 from hicache.lab.cli.replay import REPLAY_CONFIG, replay_config
-from hicache.lab.replay.synthetic import synthetic_trace
-from hicache.lab.replay.trace import read_trace, write_trace
+from hicache.lab.traces.synthetic import synthetic_trace
+from hicache.lab.traces.trace import read_trace, write_trace
 from tests.cli.processes import TIMEOUT_S, finish, hicache, start
 from tests.lab.replay.test_report import FIGURES, Page
 from tests.lab.replay.world import rounds

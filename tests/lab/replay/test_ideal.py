@@ -14,7 +14,7 @@ import pytest
 
 from hicache.lab.replay.ideal import Uses, ideal_of, lru_hits, optimal_hits, uses_of
 from hicache.lab.replay.result import Ideal
-from hicache.lab.replay.synthetic import synthetic_trace
+from hicache.lab.traces.synthetic import synthetic_trace
 from tests.lab.replay.world import job, request, rounds, small_config, started
 from tests.seeds import seeds
 

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from hicache.lab.replay.plots import Curve, linear_axis, lines, log_axis
+from hicache.lab.plots import Curve, linear_axis, lines, log_axis
 from hicache.lab.replay.report import REASONS, flattened_drops, html_report, share_curves
 from hicache.lab.replay.result import ReplayResult
 from tests.lab.replay.test_result import example, latency, sample

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hicache.errors import InvalidInput
-from hicache.lab.replay.synthetic import CONTEXT_TOKENS, synthetic_trace
-from hicache.lab.replay.tokens import TokenSource
-from hicache.lab.replay.trace import read_trace, write_trace
+from hicache.lab.traces.synthetic import CONTEXT_TOKENS, synthetic_trace
+from hicache.lab.traces.tokens import TokenSource
+from hicache.lab.traces.trace import read_trace, write_trace
 from tests.seeds import seeds
 
 

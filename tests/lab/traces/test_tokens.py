@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from hicache.keys import TOKEN_ID_MAX
-from hicache.lab.replay.tokens import TokenSource, drawn
+from hicache.lab.traces.tokens import TokenSource, drawn
 from tests.lab.replay.world import request
 
 

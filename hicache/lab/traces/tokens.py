@@ -20,7 +20,7 @@ from typing import TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from .trace import BLOCK_TOKENS, TraceRequest
+from .trace import TraceRequest
 
 Tokens: TypeAlias = npt.NDArray[np.uint32]
 Words: TypeAlias = npt.NDArray[np.uint64]
@@ -63,31 +63,31 @@ class TokenSource:
 
     def take(self, request: TraceRequest) -> Prompt:
         """Return the tokens of the next request, and record them for requests that continue it."""
-        ids = request.hash_ids
+        ids, size = request.hash_ids, request.block_tokens
         new = next((i for i, block in enumerate(ids) if block not in self._known), len(ids))
         inherited = self._continue(request, new)
-        seen_tokens = min(request.input_length, new * BLOCK_TOKENS + inherited)
-        prompt = self._blocks(ids).reshape(-1)[: request.input_length]
+        seen_tokens = min(request.input_length, new * size + inherited)
+        prompt = self._blocks(ids, size).reshape(-1)[: request.input_length]
         output = drawn(_OUTPUT, np.array([request.index], np.uint64), request.output_length)[0]
         whole = request.whole_blocks
         if whole > new:
-            self._tails[ids[whole - 1]] = np.concatenate((prompt[whole * BLOCK_TOKENS :], output))
+            self._tails[ids[whole - 1]] = np.concatenate((prompt[whole * size :], output))
         self._known.update(ids)
         return Prompt(prompt, output, seen_tokens)
 
     def _continue(self, request: TraceRequest, new: int) -> int:
         """If the blocks from `new` on continue a previous output, let them begin with it. Return the number of these
         tokens."""
-        ids = request.hash_ids
+        ids, size = request.hash_ids, request.block_tokens
         tail = self._tails.get(ids[new - 1]) if 0 < new < len(ids) else None
-        if tail is None or request.input_length < new * BLOCK_TOKENS + len(tail):
+        if tail is None or request.input_length < new * size + len(tail):
             return 0
-        for start in range(0, len(tail), BLOCK_TOKENS):
-            self._inherited[ids[new + start // BLOCK_TOKENS]] = tail[start : start + BLOCK_TOKENS]
+        for start in range(0, len(tail), size):
+            self._inherited[ids[new + start // size]] = tail[start : start + size]
         return len(tail)
 
-    def _blocks(self, ids: tuple[int, ...]) -> Tokens:
-        blocks = drawn(_BLOCK, np.array(ids, np.uint64), BLOCK_TOKENS)
+    def _blocks(self, ids: tuple[int, ...], size: int) -> Tokens:
+        blocks = drawn(_BLOCK, np.array(ids, np.uint64), size)
         for row, block in zip(blocks, ids, strict=True):
             head = self._inherited.get(block)
             if head is not None:

@@ -36,18 +36,22 @@ FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One request. `index` is its index in the trace, from 0; `hash_ids` are `ceil(input_length / 512)` ids."""
+    """One request. `index` is its index in the trace, from 0; `hash_ids` are `ceil(input_length / block_tokens)` ids.
+    Equal ids mean equal blocks after equal prefixes. `session` is equal for the requests of one conversation, if the
+    trace names it."""
 
     index: int
     timestamp_ms: float
     input_length: int
     output_length: int
     hash_ids: tuple[int, ...]
+    block_tokens: int = BLOCK_TOKENS
+    session: int | None = None
 
     @property
     def whole_blocks(self) -> int:
         """The number of whole blocks of the prompt."""
-        return self.input_length // BLOCK_TOKENS
+        return self.input_length // self.block_tokens
 
     @property
     def new_tokens(self) -> int:
