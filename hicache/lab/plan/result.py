@@ -1,13 +1,13 @@
 """The plan of a trace: one frozen value, which is the JSON report.
 
-Pages that a tier *has* are *found*. Pages that the cache also fetches, because fetching pays, are *hits*. All figures of
+Pages that a tier *has* are *found*. Pages that the cache also fetches, because fetching pays, are *hits*. Figures of
 tokens count prompt tokens, unless they say otherwise. Sizes of L1 and L2 are those of one node, L3 is shared by all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from pydantic import TypeAdapter
@@ -39,7 +39,7 @@ class PlanInputs:
     page_size: int = HiCacheConfig().page_size
     nodes: int = 1
     routing: Routing = Routing.PREFIX
-    speeds: Speeds = Speeds()
+    speeds: Speeds = field(default_factory=Speeds)
     endurance_bytes: int | None = None
     selective_hits: int = HiCacheConfig().selective_hits
 
@@ -106,7 +106,8 @@ class Curve:
     """The found tokens of one tier over its size, by increasing size up to the footprint, while the other tiers keep
     theirs. The curve of L1 does not depend on other tiers. That of L2 counts pages that L1 lacks, that of L3 pages that
     L1 and L2 lack. `bends` are points of the curve after which a further byte adds far less, the strongest first: see
-    `curves.bends`. `enough` is the smallest point with 95 % of the tokens of the last one, None if that has none."""
+    `curves.bends`. `enough` is the smallest size with `ENOUGH_SHARE` of the tokens of the last
+    point, exactly; None if that has none."""
 
     points: tuple[Point, ...]
     bends: tuple[Point, ...]
