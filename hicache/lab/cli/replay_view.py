@@ -17,7 +17,7 @@ from ..replay.report import REASONS, WAY_NAMES, flattened_drops, ideal_rows
 from ..replay.result import TIER_NAMES, ReplayResult, Sample
 from ..replay.timing import SchedulerTimes
 from ..traces.tokens import TokenSource
-from ..traces.trace import TraceRequest
+from ..traces.request import TraceRequest
 
 
 def progress_of(sample: Sample, job: ReplayJob) -> StepProgress:

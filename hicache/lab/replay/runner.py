@@ -22,7 +22,7 @@ from ...geometry import KVLayout
 from ...keys import Namespace
 from ..engine import Engine, EngineOptions
 from ..traces.tokens import TokenSource
-from ..traces.trace import TraceRequest
+from ..traces.request import TraceRequest
 from .job import ReplayJob
 from .result import ReplayResult, Requests, Sample, Series, Setup
 from .stand_in import StandIn
