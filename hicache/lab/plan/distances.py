@@ -90,8 +90,7 @@ class StackDistances:
             run_pages = pages_of[run]
             pages += run_pages
             leaving += run_pages
-            if distance > farthest[run]:
-                farthest[run] = distance
+            farthest[run] = max(farthest[run], distance)
             if count < self._uses_max:
                 uses[run] = count + 1
             distance += run_pages

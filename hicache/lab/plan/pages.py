@@ -22,7 +22,7 @@ from collections.abc import Iterable
 from typing import TypeAlias
 
 from ...errors import InvalidInput
-from ..traces.trace import TraceRequest
+from ..traces.request import TraceRequest
 
 # Items in the order of the path: id and end of each item, little-endian int64. The end is the number of pages from the
 # root to the last page of the item. Ids of blocks are at least 0, those of outputs are negative.

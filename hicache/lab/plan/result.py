@@ -15,8 +15,8 @@ from pydantic import TypeAdapter
 from ...cli.model_shapes import ModelShape
 from ...config import HiCacheConfig
 from ..speeds import Speeds
+from ..traces.request import TraceRequest
 from ..traces.routing import Routing
-from ..traces.trace import TraceRequest
 
 # The names of tiers for people.
 TIER_NAMES: Mapping[str, str] = {"device": "L1 device", "host": "L2 host", "storage": "L3 storage"}

@@ -10,9 +10,9 @@ import pytest
 from hicache.errors import InvalidInput
 from hicache.keys import page_keys
 from hicache.lab.plan.pages import Path, PathSource
+from hicache.lab.traces.request import TraceRequest
 from hicache.lab.traces.synthetic import synthetic_trace
 from hicache.lab.traces.tokens import TokenSource
-from hicache.lab.traces.trace import TraceRequest
 from tests.lab.plan.world import items
 from tests.lab.replay.world import request
 from tests.seeds import seeds
