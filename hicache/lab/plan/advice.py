@@ -154,9 +154,9 @@ def _routing(plan: Plan, fleet: Fleet) -> Iterator[str]:
         if name == fleet.best or given is None:
             yield text
         elif one.equal_storage is None:
-            yield f"{text} With no size of L3 it finds as much as {fleet.best}."
+            yield f"{text} No size of L3 makes it find as much as {fleet.best}."
+        elif one.equal_storage.bytes > given.bytes:
+            more = format_size(one.equal_storage.bytes - given.bytes)
+            yield f"{text} To find as much as {fleet.best}, it needs {more} more L3."
         else:
-            yield (
-                f"{text} To find as much as {fleet.best}, it needs an L3 of {format_size(one.equal_storage.bytes)} "
-                f"instead of {format_size(given.bytes)}."
-            )
+            yield f"{text} It finds as much as {fleet.best}."

@@ -97,8 +97,8 @@ class Costs:
         return rounds * storage.fixed_s + pages * (self.page_bytes / storage.read_bytes_per_s)
 
     def hits(self, has: Split) -> Split:
-        """Return the pages of `has` that are fetched. A refused part is computed, so the parts after it are too. Without
-        a rate of prefill, only the thresholds refuse hits, as in the cache."""
+        """Return the pages of `has` that are fetched. A refused part is computed, so the parts after it are too.
+        Without a rate of prefill, only the thresholds refuse hits, as in the cache."""
         config = HiCacheConfig()
         from_storage = has.storage - has.host
         reads = from_storage * self.page_size >= config.prefetch.threshold_tokens

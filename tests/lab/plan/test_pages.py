@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable
 
 import pytest
@@ -13,7 +12,7 @@ from hicache.lab.plan.pages import Path, PathSource
 from hicache.lab.traces.request import TraceRequest
 from hicache.lab.traces.synthetic import synthetic_trace
 from hicache.lab.traces.tokens import TokenSource
-from tests.lab.plan.world import items
+from tests.lab.plan.world import conversations, items
 from tests.lab.replay.world import request
 from tests.seeds import seeds
 
@@ -56,25 +55,6 @@ def test_pages_of_a_synthetic_trace_are_those_of_its_tokens(page_size: int, seed
     assert require_same_pages(synthetic_trace(120, seed), page_size) > 50
 
 
-def random_trace(seed: int, block_tokens: int) -> list[TraceRequest]:
-    """Conversations with short turns, so that outputs end everywhere in blocks and pages, and that branch and stop."""
-    numbers = random.Random(seed)
-    chats: list[tuple[list[int], int]] = [([], 0)]  # whole blocks and tokens, before the next question
-    trace, ids = [], iter(range(10**9))
-    for index in range(150):
-        blocks, tokens = numbers.choice(chats[-6:])
-        tokens += numbers.choice([0, 1, block_tokens, numbers.randrange(1, 3 * block_tokens)])
-        tokens = max(1, tokens)
-        blocks = [*blocks, *(next(ids) for _ in range(tokens // block_tokens - len(blocks)))]
-        partial = [next(ids)] if tokens % block_tokens else []
-        output = numbers.choice([0, 1, block_tokens, numbers.randrange(3 * block_tokens)])
-        trace.append(TraceRequest(index, index, tokens, output, (*blocks, *partial), block_tokens))
-        if numbers.random() < 0.1:  # a client repeats its request
-            trace.append(TraceRequest(index + 1000, index, tokens, output, (*blocks, *partial), block_tokens))
-        chats.append((blocks, tokens + output))
-    return trace
-
-
 @pytest.mark.parametrize(
     ("block_tokens", "page_size"), [(512, 16), (512, 64), (512, 512), (512, 1024), (16, 16), (16, 64), (16, 512)]
 )
@@ -82,7 +62,7 @@ def random_trace(seed: int, block_tokens: int) -> list[TraceRequest]:
 def test_pages_of_branching_conversations_are_those_of_their_tokens(
     block_tokens: int, page_size: int, seed: int
 ) -> None:
-    trace = random_trace(seed, block_tokens)
+    trace = conversations(seed, block_tokens)
     source = TokenSource()
     continued = sum(source.take(one).seen_tokens % block_tokens != 0 for one in trace)
     assert continued > 20, "hardly any turn continued an output"
