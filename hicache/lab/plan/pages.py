@@ -28,6 +28,9 @@ from ..traces.request import TraceRequest
 # root to the last page of the item. Ids of blocks are at least 0, those of outputs are negative.
 Path: TypeAlias = bytes
 ITEM_BYTES = 16
+# Ids below this number have a byte each, other known ids an entry of a set, which takes 80 bytes. Public traces number
+# their blocks from 0.
+_DENSE_IDS = 1 << 26
 # The items of one block, as (id, pages).
 _Pieces: TypeAlias = tuple[tuple[int, int], ...]
 
@@ -44,7 +47,7 @@ class PathSource:
         self._block_tokens = 0
         # Pages of a block, 0 for blocks smaller than a page.
         self._block_pages = 0
-        self._known: set[int] = set()
+        self._known = _KnownIds()
         # The last request that introduced a block as its last whole one, by block, as a place in these columns: the id
         # of the partial block (-1: none), its tokens, those of it and of the output together, the index in the trace.
         self._tails: dict[int, int] = {}
@@ -61,8 +64,8 @@ class PathSource:
         """
         if request.block_tokens != self._block_tokens:
             self._set_block_tokens(request.block_tokens)
-        ids, known = request.hash_ids, self._known
-        new = next((i for i, block in enumerate(ids) if block not in known), len(ids))
+        ids = request.hash_ids
+        new = self._known.prefix(ids)
         self._continue(ids, new, request.input_length)
         items = self._prompt(request) if self._block_pages else self._grouped(request)
         pages = request.kv_tokens // self._page_size
@@ -76,7 +79,7 @@ class PathSource:
             self._partial_tokens.append(partial_tokens)
             self._lengths.append(partial_tokens + request.output_length)
             self._indices.append(request.index)
-        known.update(ids[new:])
+        self._known.add(ids[new:])
         return struct.pack(f"<{len(items)}q", *items)
 
     def _set_block_tokens(self, size: int) -> None:
@@ -139,6 +142,33 @@ class PathSource:
         for end, block in enumerate(request.hash_ids[blocks - 1 : request.whole_blocks : blocks], 1):
             _append(items, self._inherited.get(block) or ((block, 1),), end - 1)
         return items
+
+
+class _KnownIds:
+    """A set of ids, which is small if most ids are."""
+
+    def __init__(self) -> None:
+        self._flags = bytearray()
+        self._others: set[int] = set()
+
+    def prefix(self, ids: tuple[int, ...]) -> int:
+        """Return how many first ids are known."""
+        flags, others = self._flags, self._others
+        dense = len(flags)
+        for i, block in enumerate(ids):
+            if not (flags[block] if block < dense else block in others):
+                return i
+        return len(ids)
+
+    def add(self, ids: tuple[int, ...]) -> None:
+        """Add ids that are known from now on."""
+        for block in ids:
+            if block >= _DENSE_IDS:
+                self._others.add(block)
+                continue
+            if block >= len(self._flags):
+                self._flags.extend(bytes(block + 1 - len(self._flags) // 2))
+            self._flags[block] = 1
 
 
 def _append(items: list[int], pieces: Iterable[tuple[int, int]], end: int) -> int:

@@ -92,18 +92,18 @@ class _Columns:
 def reuse_of(requests: Requests, inputs: PlanInputs, routing: Routing, device_pages: int) -> Reuse:
     """Read a trace and return its reuse. Takes about 100 microseconds for a request of 24 blocks, and 1.5 GB of memory
     for a million requests. Raises InvalidInput for an empty trace, and as `PathSource` does."""
-    source, router = PathSource(inputs.page_size), Router(routing, inputs.nodes)
+    source = PathSource(inputs.page_size)
+    router = Router(routing, inputs.nodes) if inputs.nodes > 1 else None
     stacks = [StackDistances(inputs.selective_hits) for _ in range(inputs.nodes)]
-    is_fleet = inputs.nodes > 1
-    shared_stack = StackDistances() if is_fleet else stacks[0]
+    shared_stack = stacks[0] if router is None else StackDistances()
     node_columns, shared_columns = _Columns(), _Columns()
     node_tokens = [0] * inputs.nodes
     prompt_tokens, kv_pages = array("q"), array("q")
     output_tokens, first_ms, last_ms = 0, None, 0.0
     for request in requests():
-        path, node = source.take(request), router.route(request)
+        path, node = source.take(request), 0 if router is None else router.route(request)
         node_columns.add(stacks[node].use(path))
-        if is_fleet:
+        if router is not None:
             shared_columns.add(shared_stack.use(path))
         node_tokens[node] += request.input_length
         prompt_tokens.append(request.input_length)
@@ -122,7 +122,7 @@ def reuse_of(requests: Requests, inputs: PlanInputs, routing: Routing, device_pa
         reusable_pages=(prompts - 1) // inputs.page_size,
         duration_s=(last_ms - first_ms) / 1000 if last_ms > first_ms else None,
         node=node_known,
-        shared=shared_columns.known_pages() if is_fleet else node_known,
+        shared=node_known if router is None else shared_columns.known_pages(),
         node_tokens=tuple(node_tokens),
         footprint_pages=shared_stack.pages,
         unevicted_pages=sum(stack.never_deeper(device_pages) for stack in stacks),
