@@ -49,7 +49,7 @@ class StackDistances:
         # Columns of runs. The root has no pages.
         self._items: list[Path] = [b""]
         self._parents, self._ends, self._pages = array("i", [0]), array("q", [0]), array("q", [0])
-        self._slots, self._uses = array("i", [0]), array("B", [0])
+        self._slots, self._uses = array("i", [0]), array("i", [0])
         # The largest distance at a use, of the first page of the run.
         self._farthest = array("q", [0])
         # A Fenwick tree: slots are 1 to `_capacity`.
