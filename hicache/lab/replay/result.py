@@ -200,7 +200,8 @@ def merged_samples(series: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
     """Merge several series: for each time in any of them, merge the latest sample of each."""
     latest: dict[int, Sample] = {}
     together = []
-    moments = sorted((sample.elapsed_s, i, sample) for i, samples in enumerate(series) for sample in samples)
+    moments = [(sample.elapsed_s, i, sample) for i, samples in enumerate(series) for sample in samples]
+    moments.sort(key=lambda moment: moment[:2])  # in virtual time several samples may have the same time
     for _, i, sample in moments:
         latest[i] = sample
         if len(latest) == len([samples for samples in series if samples]):
