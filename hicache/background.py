@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from .backoff import Backoff
 from .clock import SYSTEM_CLOCK, Clock
-from .supervised import LINGER_S, Beat, SupervisedPool
+from .supervised import LINGER_S, Beat, SupervisedPool, WorkerFactory
 
 # The delays after an exception of the work, unless the user gives a back-off.
 RETRY_S = 5.0
@@ -25,7 +25,7 @@ class BackgroundTask:
     The thread starts at the first use. A thread that died, or that has worked for longer than `patience_s`, is
     replaced, and the work runs again. An exception is counted and logged once per kind; the work runs again after the
     next delay of `backoff`, which the work itself resets after a success. Times are those of `clock`. `linger_s` and
-    `on_error` are passed to SupervisedPool.
+    `on_error` are passed to the pool, which `workers` makes.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class BackgroundTask:
         linger_s: float = LINGER_S,
         on_error: Callable[[], None] = lambda: None,
         clock: Clock = SYSTEM_CLOCK,
+        workers: WorkerFactory = SupervisedPool,
     ) -> None:
         self._work = work
         self._clock = clock
@@ -47,7 +48,7 @@ class BackgroundTask:
         self._number = 0  # of the newest job; results of older jobs are ignored
         self._is_submitted = False  # the newest job is submitted and has not ended
         self._closed = False
-        self._pool = SupervisedPool[int](
+        self._pool: SupervisedPool[int] = workers(
             name, 1, handle=self._handle, fail=self._retry, acknowledge=self._acknowledge, on_error=on_error,
             patience_s=patience_s, linger_s=linger_s, clock=clock,
         )  # fmt: skip

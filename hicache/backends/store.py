@@ -38,6 +38,7 @@ from ..clock import SYSTEM_CLOCK, Clock
 from ..config.guard import GuardConfig, Override
 from ..errors import BackendError, InvalidInput
 from ..frame import FrameCodec, PageBuffer
+from ..supervised import SupervisedPool, WorkerFactory
 from .attempts import Attempts
 from .base import BackendStatistics, Direction, EvictionListener, GetOutcome, SetOutcome, Usage
 from .calls import Calls, check_batch, check_keys, parent_outside, runs
@@ -85,8 +86,9 @@ class Store:
     """Storage of one store; see the module's docstring, and `storage` for the verbs. Thread-safe. Owns `driver`,
     `limit` and `faults`.
 
-    `name` is the store's name in metrics and messages. Deadlines are times of `clock`. The child of a fork rejects
-    every verb (`errors["forked"]`): neither threads nor connections survive a fork.
+    `name` is the store's name in metrics and messages. Deadlines are times of `clock`. `workers` makes the pools of its
+    threads. The child of a fork rejects every verb (`errors["forked"]`): neither threads nor connections survive a
+    fork.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class Store:
         limit: CapacityLimit | None = None,
         faults: Faults | None = None,
         clock: Clock = SYSTEM_CLOCK,
+        workers: WorkerFactory = SupervisedPool,
     ) -> None:
         self.codec = codec
         self.driver = driver
@@ -117,14 +120,16 @@ class Store:
         patience_s = 2 * (self.guard.probe_timeout + self.guard.grace)
         self._prober = Prober(self._attempts, codec.frame_bytes)
         self._probes = BackgroundTask(
-            f"probe-{name}", self._probe, patience_s, on_error=self._count_internal, clock=clock
+            f"probe-{name}", self._probe, patience_s, on_error=self._count_internal, clock=clock, workers=workers
         )
         self._admission = AdmissionControl(self.guard, clock, self._probes.wake)
         self._sample: Usage | None = None
         self._usage_due_s = self._usage_took_s = 0.0
         self._usage_renewed = threading.Event()
         self._usage_renewed.set()
-        self._usage_task = BackgroundTask(f"usage-{name}", self._renew_usage, _USAGE_PATIENCE_S, clock=clock)
+        self._usage_task = BackgroundTask(
+            f"usage-{name}", self._renew_usage, _USAGE_PATIENCE_S, clock=clock, workers=workers
+        )
         if limit is not None:
             limit.start()
         _stores.add(self)

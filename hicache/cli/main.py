@@ -38,7 +38,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "verify": ("hicache.cli.verify:verify", "Read every page of a store and report damage."),
 }
 # The extra with the packages that a command needs in addition.
-EXTRAS: Mapping[str, str] = {"demo": "lab", "replay": "torch", "serve": "daemon"}
+EXTRAS: Mapping[str, str] = {"demo": "lab", "replay": "lab", "serve": "daemon"}
 FOUND_EXIT_CODE = 1  # a check has found something, or the answer was no
 USAGE_EXIT_CODE = 2
 BUG_EXIT_CODE = 3

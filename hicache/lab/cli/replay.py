@@ -15,7 +15,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from ...cli.arguments import DIRECTORY, FILE, SEED_MAX, Number, is_dash, read_dash
+from ...cli.arguments import DIRECTORY, DURATION, FILE, SEED_MAX, Number, is_dash, read_dash
 from ...cli.config import parse_settings
 from ...cli.interrupts import noted_signals
 from ...cli.log_options import LOG_OPTIONS, log_options, start_log
@@ -30,9 +30,13 @@ from ...config.section import TOKENS_MAX
 from ...errors import ConfigError
 from ..replay.job import SYNTHETIC_REQUESTS, ReplayJob
 from ..replay.report import html_report
-from ..replay.result import ReplayResult, Sample
+from ..replay.result import ReplayResult, Sample, samples_csv
+from ..speeds import Speeds
 from ..traces.trace import REQUESTS_MAX
+from .replay_diff import diff
 from .replay_view import print_summary, progress_of
+from .speed_options import NAMES as SPEED_NAMES
+from .speed_options import speed_options, speeds_of
 
 REPLAY_CONFIG = ready_file("replay")
 # The default speed of computing: fast enough for 2,000 real requests in two minutes, slow enough that copies and a
@@ -48,12 +52,24 @@ _STORE_ENTRIES = frozenset({"storage", "storage.type", "storage.options.path"})
 _MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" for name, preset in PRESETS.items())
 
 
-@click.command(epilog=_MODELS)
+class _ReplayCommand(click.Command):
+    """The command `replay`, or its subcommand `diff`. A trace of that name is written `./diff`."""
+
+    def make_context(
+        self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
+    ) -> click.Context:
+        """Return the context of the command that the arguments name."""
+        if args[:1] == ["diff"]:
+            return diff.make_context(f"{info_name} diff", args[1:], parent=parent, **extra)
+        return super().make_context(info_name, args, parent=parent, **extra)
+
+
+@click.command(cls=_ReplayCommand, epilog=_MODELS)
 @click.argument("trace", required=False, type=FILE)
 @click.option("-c", "--config", "config_file", type=FILE, help="Configuration.  [default: configs/replay.yaml]")
 @click.option("--set", "settings", multiple=True, metavar="ENTRY=VALUE", help="Such as storage.type=memory.")
-@click.option("--requests", type=click.IntRange(1, REQUESTS_MAX), metavar="N",
-              help=f"Only the first N requests.  [default: all; {SYNTHETIC_REQUESTS} without TRACE]")  # fmt: skip
+@click.option("--requests", type=click.IntRange(0, REQUESTS_MAX), metavar="N",
+              help=f"Only the first N requests, 0: all.  [default: 0; {SYNTHETIC_REQUESTS} without TRACE]")  # fmt: skip
 @click.option("--seed", type=click.IntRange(0, SEED_MAX), default=0, show_default=True, help="Synthetic trace.")
 @click.option("--model", "preset", type=click.Choice(list(PRESETS)), default="tiny", show_default=True,
               help="The model for the KV geometry; see below.")  # fmt: skip
@@ -65,6 +81,11 @@ _MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" fo
               help="Requests arrive X times as fast as recorded.  [default: as fast as they are served]")  # fmt: skip
 @click.option("--prefill-rate", type=Number(0, PREFILL_RATE_MAX), default=PREFILL_TOKENS_PER_S, show_default=True,
               metavar="TOKENS", help="Prompt tokens computed per second; 0: computing is instant.")  # fmt: skip
+@click.option("--decode-step", "decode_step_s", type=DURATION, default=0.0, metavar="DURATION",
+              help="Time of a forward of one token for each running request.  [default: no time]")  # fmt: skip
+@click.option("--virtual", is_flag=True,
+              help="In virtual time: nothing moves, each operation takes as long as the speeds below say.")  # fmt: skip
+@speed_options
 @click.option("--running-max", type=click.IntRange(1, QUEUE_MAX), default=32, show_default=True,
               help="Requests that run at once.")  # fmt: skip
 @click.option("--waiting-max", type=click.IntRange(1, QUEUE_MAX), default=8, show_default=True,
@@ -74,24 +95,32 @@ _MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" fo
 @click.option("--whole-trace-each", is_flag=True, help="With --processes: each engine replays all requests.")
 @click.option("--device", default="cpu", show_default=True, help="Device of L1: cpu, cuda, cuda:1, ...")
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the report as JSON; - is standard output.")
+@click.option("--csv", "csv_file", type=FILE, metavar="FILE", help="Write the samples over time as CSV.")
 @click.option("--report", "html_file", type=FILE, metavar="FILE.html", help="Write the report as a page with plots.")
 @log_options
 def replay(
-    *, json_file: Path | None, html_file: Path | None, prefill_rate: float, settings: tuple[str, ...],
-    device_tokens: int | None, host_tokens: int | None, config_file: Path | None, store: Path | None, **options: Any,
+    *, prefill_rate: float, settings: tuple[str, ...], device_tokens: int | None, host_tokens: int | None,
+    config_file: Path | None, store: Path | None, **options: Any,
 ) -> None:  # fmt: skip
     """Replay a request trace through the cache, and check every byte that comes back.
 
     TRACE is in the public Mooncake format (JSON lines with timestamp, input_length, output_length and hash_ids of
     512-token blocks), or - for standard input; by default a synthetic trace is generated. No model runs: pages get
-    bytes derived from their keys, which are compared whenever they come back from a tier.
+    bytes derived from their keys, which are compared whenever they come back from a tier. With --virtual no bytes move
+    and no time is waited for: the same scheduler, tree and controller run on one thread, and equal arguments make
+    equal reports.
+
+    `hicache replay diff A.json B.json` compares two reports.
 
     Ctrl-C ends the replay and prints the report so far. Exit code 1 if a byte was wrong, 2 if no request ran.
     """
     start_log(LoggingConfig(level="warning"), **{name: options.pop(name) for name in LOG_OPTIONS})
-    check_reports(json_file, html_file)
+    files = [options.pop(name) for name in ("json_file", "csv_file", "html_file")]
+    check_reports(*files)
+    speeds = speeds_of(prefill_rate or None, *(options.pop(name) for name in SPEED_NAMES))
+    _require_clock(options, store, speeds)
     # The report uses standard output.
-    console = OutputConsole(stderr=any(file is not None and is_dash(file) for file in (json_file, html_file)))
+    console = OutputConsole(stderr=any(file is not None and is_dash(file) for file in files))
     overrides = parse_settings(settings)
     for name, value in (("device.tokens", device_tokens), ("host.tokens", host_tokens)):
         if value is not None:
@@ -99,7 +128,7 @@ def replay(
     with noted_signals() as stop, _temporary_directory(console) as temporary, read_dash(options["trace"]) as trace:
         config = replay_config(overrides, os.environ, temporary, config_file, store)
         options |= {"trace": trace, "requests": options["requests"] or _lines_in(trace)}
-        job = ReplayJob(config=config, prefill_tokens_per_s=prefill_rate or None, **options)
+        job = ReplayJob(config=config, speeds=speeds, **options)
         console.print(f"replaying {job.trace.name if job.trace else 'a synthetic trace'} ...", highlight=False)
         with needs_of("replay"):  # torch, which takes seconds: the help and the checks above do without it
             from ..replay.ideal import ideal_of  # noqa: PLC0415
@@ -108,8 +137,9 @@ def replay(
             follow(_until(stop, engines.run()), "replay", lambda sample: progress_of(sample, job))
             result = engines.result()
         result = replace(result, ideal=ideal_of(job, result))
-        _report(console, result, json_file, html_file)
-    console.print(f"0 wrong bytes of {result.checked_bytes:,} compared", style="bold green", highlight=False)
+        _report(console, result, *files)
+    if not job.virtual:
+        console.print(f"0 wrong bytes of {result.checked_bytes:,} compared", style="bold green", highlight=False)
     if stop:
         sys.exit(128 + stop[0])
 
@@ -154,14 +184,16 @@ def check_reports(*paths: Path | None) -> None:
         if not is_dash(file) and not file.parent.is_dir():
             raise ConfigError(f"{file}: the directory {file.parent} does not exist; create it")
     if len(files) > len({os.path.realpath(file) for file in files}):
-        raise ConfigError(f"{files[0]}: --json and --report name the same file; choose two files")
+        raise ConfigError(f"{files[0]}: two of --json, --csv and --report name the same file; choose different ones")
 
 
-def _report(console: Console, result: ReplayResult, json_file: Path | None, html_file: Path | None) -> None:
+def _report(
+    console: Console, result: ReplayResult, json_file: Path | None, csv_file: Path | None, html_file: Path | None
+) -> None:
     """Write the reports and print the summary, even if some of them fail. Then raise the error for the exit code;
     WrongBytes comes first."""
     problems, written = [], []
-    for file, text in ((json_file, ReplayResult.to_json), (html_file, html_report)):
+    for file, text in ((json_file, ReplayResult.to_json), (csv_file, samples_csv), (html_file, html_report)):
         if file is not None:
             try:
                 if is_dash(file):
@@ -188,6 +220,16 @@ def _report(console: Console, result: ReplayResult, json_file: Path | None, html
             f"replay: no request ran: all {result.requests.too_long:,} are longer than L1 "
             f"({setup.device_pages * setup.page_size:,} tokens); use more --device-tokens"
         )
+
+
+def _require_clock(options: Mapping[str, Any], store: Path | None, speeds: Speeds) -> None:
+    """Raise a usage error for options of the other kind of time."""
+    if options["virtual"]:
+        if store is not None or options["device"] != "cpu":
+            raise click.UsageError("--virtual moves no bytes; remove --store and --device")
+    elif speeds != Speeds(compute=speeds.compute):
+        raise click.UsageError("--host-bandwidth, --storage and --like need --virtual: copies and stores have the "
+                               "speed of this machine otherwise")  # fmt: skip
 
 
 class WrongBytes(Failure):

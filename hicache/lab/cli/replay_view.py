@@ -27,7 +27,8 @@ def progress_of(sample: Sample, job: ReplayJob) -> StepProgress:
     shares = [f"{name.partition(' ')[0]} {format_share(sample.hit_tokens.get(tier, 0), sample.prompt_tokens)}"
               for tier, name in TIER_NAMES.items()]  # fmt: skip
     wrong = f"{sample.wrong_bytes:,} WRONG BYTES" if sample.wrong_bytes else "0 wrong bytes"
-    return StepProgress(sample.requests, total, ", ".join([*shares, wrong]), "requests")
+    last = f"{sample.elapsed_s:,.0f} s virtual" if job.virtual else wrong
+    return StepProgress(sample.requests, total, ", ".join([*shares, last]), "requests")
 
 
 def print_summary(console: Console, result: ReplayResult) -> None:
@@ -36,7 +37,7 @@ def print_summary(console: Console, result: ReplayResult) -> None:
     state = "" if result.complete else ", interrupted"
     console.print(
         f"{counted(requests.ended, 'request')}, {counted(tokens.prompt, 'prompt token')} "
-        f"in {result.elapsed_s:.1f} s{state}",
+        f"in {result.elapsed_s:,.1f} s{'' if result.setup.virtual is None else ' of virtual time'}{state}",
         highlight=False,
     )
     left_out = {"too long for L1": requests.too_long, "unfinished": requests.unfinished,
@@ -48,10 +49,16 @@ def print_summary(console: Console, result: ReplayResult) -> None:
     costs = ("call", "count>", "p50>", "p90>", "p99>", "p99.9>", "max>")
     _print_table(console, "sources of prompt tokens", ("source", "tokens>", "share>", "pages evicted>"),
                  _source_rows(result))  # fmt: skip
+    first = result.first_token
+    if first.count:
+        times = (first.total_us / first.count, first.p50_us, first.p90_us, first.p99_us, first.max_us)
+        _print_table(console, "time to first token, in ms", ("mean>", "p50>", "p90>", "p99>", "max>"),
+                     [[milliseconds(value) for value in times]])  # fmt: skip
     _print_table(console, "bytes moved", ("way", "bytes>"), moved)
     if drops:
         _print_table(console, "work refused, skipped or failed", ("what", "count>"), drops)
-    _print_table(console, "cost of the cache on the scheduler's thread, in ms", costs, _time_rows(result.scheduler))
+    if result.scheduler is not None:
+        _print_table(console, "cost of the cache on the scheduler's thread, in ms", costs, _time_rows(result.scheduler))
 
 
 def _print_table(console: Console, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:

@@ -23,10 +23,8 @@ from __future__ import annotations
 
 import logging
 import math
-import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 
 from ...arguments import WHOLE_MAX, instance, number, whole
 from ...cache import (
@@ -37,6 +35,7 @@ from ...cache import (
     TreeCache,
     longest_prefix_first,
 )
+from ...clock import SYSTEM_CLOCK, Clock
 from ...config import ScheduleConfig
 from ...errors import (
     CapacityError,
@@ -63,11 +62,28 @@ IDLE_WAIT_S = 0.0005
 CHECK_EVERY_S = 1.0
 
 
+class _Alone:
+    """The context of the work of one request, see `Engine._alone`. A generator would take a microsecond more for each
+    token."""
+
+    __slots__ = ("_engine", "_request")
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        self._engine = engine
+        self._request = request
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> bool:
+        return error is not None and self._engine._fail(self._request, error)
+
+
 class Engine:
     """See the module's docstring. Owns `cache` (`close` closes it), whose L1 must be the pool of `model`.
 
-    `clock` provides the times of the records. Raises InvalidInput if model and cache do not have the same pool, or if
-    the model supports fewer than `running_max` requests.
+    `clock` provides the times of the records and the pauses. Raises InvalidInput if model and cache do not have the
+    same pool, or if the model supports fewer than `running_max` requests.
     """
 
     def __init__(
@@ -76,7 +92,7 @@ class Engine:
         cache: TreeCache,
         options: EngineOptions | None = None,
         *,
-        clock: Callable[[], float] = time.monotonic,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.options = options or EngineOptions()
         self._schedule = self.options.schedule or ScheduleConfig()
@@ -191,9 +207,9 @@ class Engine:
 
         Sleeps `IDLE_WAIT_S` after a step without work.
         """
-        deadline = time.monotonic() + number("timeout_s", timeout_s, most=math.inf)
+        deadline = self._clock() + number("timeout_s", timeout_s, most=math.inf)
         records = {}
-        while (self._waiting or self._running or self._updates) and time.monotonic() < deadline:
+        while (self._waiting or self._running or self._updates) and self._clock() < deadline:
             updates = self.step()
             records.update({update.rid: update.record for update in updates if update.record is not None})
             self.rest()
@@ -207,10 +223,10 @@ class Engine:
         """
         if self._worked:
             return
-        if self.options.check_when_idle and time.monotonic() >= self._next_check_s:
+        if self.options.check_when_idle and self._clock() >= self._next_check_s:
             self.check()
-            self._next_check_s = time.monotonic() + CHECK_EVERY_S
-        time.sleep(IDLE_WAIT_S)
+            self._next_check_s = self._clock() + CHECK_EVERY_S
+        self._clock.sleep(IDLE_WAIT_S)
 
     @property
     def waiting(self) -> int:
@@ -261,23 +277,24 @@ class Engine:
                 budget -= self._chunk(request, budget, chunks)
         return admitted
 
-    @contextmanager
-    def _alone(self, request: Request) -> Iterator[None]:
-        """Context of the work of one request: if it fails, that request ends as FAILED and all others continue.
+    def _alone(self, request: Request) -> _Alone:
+        """Return the context of the work of one request: if it fails, that request ends as FAILED and all others
+        continue. Raises InvariantError and RankError, which concern all requests."""
+        return _Alone(self, request)
 
-        Raises InvariantError and RankError, which concern all requests.
-        """
-        try:
-            yield
-        except (InvariantError, RankError):
-            raise
-        except HiCacheError as error:
+    def _fail(self, request: Request, error: BaseException) -> bool:
+        """End a request for an exception of its work. Return False for an exception that concerns all requests."""
+        if isinstance(error, InvariantError | RankError) or not isinstance(error, Exception):
+            return False
+        if isinstance(error, HiCacheError):
             self._end(request, FinishReason.FAILED, error)
-        except Exception as error:  # a bug fails one request and not the step; `finished` counts it
-            _log.exception("engine: the work of %s failed", request.rid)
-            failure = HiCacheError(f"engine: the work of {request.rid} failed with {type(error).__name__}")
-            failure.__cause__ = error.with_traceback(None)  # its frames hold tensors
-            self._end(request, FinishReason.FAILED, failure)
+            return True
+        # A bug fails one request and not the step; `finished` counts it.
+        _log.error("engine: the work of %s failed", request.rid, exc_info=error)
+        failure = HiCacheError(f"engine: the work of {request.rid} failed with {type(error).__name__}")
+        failure.__cause__ = error.with_traceback(None)  # its frames hold tensors
+        self._end(request, FinishReason.FAILED, failure)
+        return True
 
     def _queue(self) -> Iterable[Request]:
         """Return the waiting requests in the order to begin them, without those that should wait for storage or for

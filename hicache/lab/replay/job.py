@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...config import HiCacheConfig
 from ...errors import ConfigError
+from ..speeds import Speeds
 from ..traces.synthetic import synthetic_trace
 from ..traces.request import TraceRequest
 from ..traces.trace import read_trace
@@ -26,13 +27,16 @@ class ReplayJob:
 
     Larger `running_max` and `waiting_max` mix more requests of the trace. Pages prefetched for waiting requests take
     room on L2 until the requests run, so with a long queue and a small L2 they are evicted again.
-    `prefill_tokens_per_s` is the simulated speed of the engine: a forward takes as long as a real one, while copies and
-    storage work. With None, computing takes no time and storage hardly keeps up. `speed_up` is the factor by which the
-    trace arrives faster than its timestamps; None means as fast as the queue of `waiting_max` requests accepts it. A
-    full queue delays arrivals in both cases.
+    `speeds.compute` is the simulated speed of the engine: a forward takes as long as a real one, while copies and
+    storage work. Without a rate, computing takes no time and storage hardly keeps up. `decode_step_s` is the time of a
+    forward of one token for each running request. `speed_up` is the factor by which the trace arrives faster than its
+    timestamps; None means as fast as the queue of `waiting_max` requests accepts it. A full queue delays arrivals in
+    both cases.
 
-    This is the job of process number `process` of `processes`: every `processes`-th request from that number on, or all
-    requests with `whole_trace_each`.
+    A `virtual` replay takes the other `speeds` too, and moves no bytes (see `virtual`).
+
+    This is the job of engine number `process` of `processes`: the requests that `routing` sends to it, or all requests
+    with `whole_trace_each`.
 
     Raises ConfigError for an unknown device, and for a configuration without the prefix cache or with bigram keys.
     """
@@ -46,7 +50,9 @@ class ReplayJob:
     running_max: int = 32
     waiting_max: int = 8
     prefill_tokens_max: int = 8192
-    prefill_tokens_per_s: float | None = None
+    speeds: Speeds = field(default_factory=Speeds)
+    decode_step_s: float = 0.0
+    virtual: bool = False
     speed_up: float | None = None
     process: int = 0
     processes: int = 1

@@ -24,6 +24,7 @@ from ...errors import HiCacheError
 from .job import ReplayJob
 from .result import ReplayResult, Sample, merged
 from .runner import SAMPLE_EVERY_S, start
+from .virtual.engines import VirtualEngines
 
 # The time that children may take for their last answer: closing a cache takes at most five seconds.
 ANSWER_S_MAX = 20.0
@@ -136,9 +137,11 @@ class Children:
         return bool(waited_for)
 
 
-def start_engines(job: ReplayJob) -> InProcess | Children:
-    """Return the engines of a job; a single engine runs in this process. Raises as `start` does; `run` raises the
-    errors of children."""
+def start_engines(job: ReplayJob) -> InProcess | Children | VirtualEngines:
+    """Return the engines of a job; a single engine runs in this process, and so do all in virtual time. Raises as
+    `start` does; `run` raises the errors of children."""
+    if job.virtual:
+        return VirtualEngines(job)
     return InProcess(job) if job.processes == 1 else Children(job)
 
 

@@ -11,7 +11,7 @@ from ...units import format_share, format_size
 from ..pages import captioned, html_page, html_table, html_tiles
 from ..plots import Axis, Curve, bars, legend, linear_axis, lines, log_axis, stacked
 from .result import TIER_NAMES, ReplayResult, Sample
-from .timing import Latency
+from .timing import Latency, SchedulerTimes
 
 WAY_NAMES: Mapping[str, str] = {
     "device_to_host": "L1 to L2", "host_to_device": "L2 to L1",
@@ -48,11 +48,10 @@ def html_report(result: ReplayResult) -> str:
         _occupancy(result),
         "<h2>Bytes moved, pages evicted</h2>",
         _moves(result),
-        "<h2>Cost of the cache on the scheduler's thread</h2>",
-        "<p>Time inside the cache's calls, for each request and for each step with work. Processor time is that of the "
-        "thread; elapsed time also includes waiting for the interpreter's lock and for a core. Both exclude the time "
-        "in which this replay writes and compares pages.</p>",
-        _times(result),
+        "<h2>Time to first token</h2>",
+        "<p>From the arrival of a request in the queue to its first token.</p>",
+        _first_token(result.first_token),
+        *(_times(result.scheduler) if result.scheduler is not None else ()),
         "<h2>Refused, skipped and failed</h2>",
         "<p>Work that the cache rejected or skipped. It makes a request slower, never wrong.</p>",
         _drops(result),
@@ -125,9 +124,14 @@ def _tiles(result: ReplayResult) -> str:
         ("", f"{tokens.prompt / 1e6:,.2f} M", "prompt tokens"),
         ("", format_share(hits, tokens.prompt), "found on a tier"),
         (good, f"{result.wrong_bytes:,}", f"wrong bytes of {format_size(result.checked_bytes)} compared"),
-        ("", f"{result.scheduler.request_cpu.p50_us / 1000:.2f} ms", "scheduler work per request, p50"),
-        ("", f"{result.scheduler.request_cpu.p99_us / 1000:.2f} ms", "scheduler work per request, p99"),
     ]
+    if result.scheduler is None:
+        tiles[-1] = ("", f"{result.elapsed_s:,.0f} s", "of virtual time")
+        costs, what = result.first_token, "time to first token"
+    else:
+        costs, what = result.scheduler.request_cpu, "scheduler work per request"
+    tiles += [("", f"{value / 1000:,.2f} ms", f"{what}, p{percent}")
+              for percent, value in ((50, costs.p50_us), (99, costs.p99_us))]  # fmt: skip
     return html_tiles(tiles)
 
 
@@ -177,8 +181,20 @@ def _moves(result: ReplayResult) -> str:
     ) + captioned("Pages evicted, by the tier they left", bars(evicted, colour=2, title="Pages evicted by tier"))
 
 
-def _times(result: ReplayResult) -> str:
-    times = result.scheduler
+def _first_token(times: Latency) -> str:
+    if not times.count:
+        return "<p>No request got one.</p>"
+    values = (times.total_us / times.count, times.p50_us, times.p90_us, times.p99_us, times.max_us)
+    return html_table(("mean, ms", "p50", "p90", "p99", "max"), [[f"{value / 1000:,.1f}" for value in values]])
+
+
+def _times(times: SchedulerTimes) -> Iterator[str]:
+    yield "<h2>Cost of the cache on the scheduler's thread</h2>"
+    yield (
+        "<p>Time inside the cache's calls, for each request and for each step with work. Processor time is that of the "
+        "thread; elapsed time also includes waiting for the interpreter's lock and for a core. Both exclude the time "
+        "in which this replay writes and compares pages.</p>"
+    )
     rows = [
         (name.replace("cpu", "processor time"), f"{found.count:,}", *(f"{value / 1000:.3f}" for value in
          (found.p50_us, found.p90_us, found.p99_us, found.p999_us, found.max_us)))
@@ -190,7 +206,7 @@ def _times(result: ReplayResult) -> str:
         [(name, call.cpu_s, f"{call.cpu_s:.3f} s in {call.calls:,}") for name, call in calls],
         colour=0, title="Processor time of the scheduler's thread, by call",
     )  # fmt: skip
-    return _percentile_figure(times.request_cpu, times.request_elapsed) + table + captioned(
+    yield _percentile_figure(times.request_cpu, times.request_elapsed) + table + captioned(
         "Processor time of the scheduler's thread, by call", where
     )  # fmt: skip
 
@@ -245,6 +261,13 @@ def _setup(result: ReplayResult) -> str:
         ("requests unfinished", f"{requests.unfinished:,}"),
         ("preemptions", f"{requests.preempted:,}"),
     ]
+    if setup.virtual is not None:
+        store, host = setup.virtual.storage, setup.virtual.host_bytes_per_s
+        rows += [
+            ("copies between L1 and L2", f"{format_size(host)}/s in each direction"),
+            ("store", f"{format_size(store.read_bytes_per_s)}/s read, {format_size(store.write_bytes_per_s)}/s "
+                      f"written, {store.fixed_s * 1e6:,.0f} us per operation, {store.parallel} in parallel"),
+        ]  # fmt: skip
     if setup.speed_up is not None:
         rows.append(("latest arrival behind its time", f"{requests.late_s:.1f} s"))
     return html_table(("", ""), rows)

@@ -8,6 +8,7 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
+from ..speeds import Speeds
 from .timing import Latency, SchedulerTimes, merged_latency
 
 # The names of tiers for people.
@@ -41,7 +42,8 @@ class Sample:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
     """The trace and the configuration of a replay. Pages and bytes are those of one engine process. `storage_pages` is
-    the capacity of storage in pages, None without a limit (`storage_capacity_bytes` None) or without storage."""
+    the capacity of storage in pages, None without a limit (`storage_capacity_bytes` None) or without storage. `virtual`
+    are the speeds of a replay in virtual time, None for one in real time."""
 
     trace: str
     model: str
@@ -61,6 +63,7 @@ class Setup:
     waiting_max: int
     prefill_tokens_max: int
     prefill_tokens_per_s: float | None
+    virtual: Speeds | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +113,8 @@ class ReplayResult:
     `checked_bytes` were compared, `wrong_bytes` of them differed, by source. `evicted_pages` is by tier. `skipped`
     counts work that the cache decided to skip, `refused` work that a bounded queue rejected, by reason. `damaged`
     counts stored pages that were damaged and not served, `storage_errors` failures of the backend and of the workers,
-    by kind.
+    by kind. `first_token` are the times from arrival to the first token. `scheduler` is None in virtual time, which
+    does not measure the cost of the cache itself.
     """
 
     setup: Setup
@@ -127,7 +131,8 @@ class ReplayResult:
     refused: Mapping[str, int]
     damaged: Mapping[str, int]
     storage_errors: Mapping[str, int]
-    scheduler: SchedulerTimes
+    first_token: Latency
+    scheduler: SchedulerTimes | None
     ideal: Ideal | None
     samples: tuple[Sample, ...]
 
@@ -135,12 +140,35 @@ class ReplayResult:
         """Return the report as JSON. The names of fields include their units."""
         return _RESULT.dump_json(self, indent=2).decode() + "\n"
 
+    @staticmethod
+    def from_json(text: bytes) -> ReplayResult:
+        """Return the result of a report. Raises ValueError for other text."""
+        return _RESULT.validate_json(text)
+
 
 _RESULT = TypeAdapter(ReplayResult)
+_SAMPLE = TypeAdapter(Sample)
 # Fields of which the largest value counts: several engines share a store and run at the same time.
 _LARGEST = frozenset(
     {(ReplayResult, "elapsed_s"), (Sample, "elapsed_s"), (Requests, "late_s"), (Sample, "storage_bytes")}
 )
+
+
+def samples_csv(result: ReplayResult) -> str:
+    """Return the samples as CSV: a row for each, and a column for each field or entry, such as `hit_tokens.host`."""
+    rows = [flat(_SAMPLE.dump_python(sample)) for sample in result.samples]
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [",".join(columns), *(",".join(str(row.get(name, "")) for name in columns) for row in rows)]
+    return "\n".join(lines) + "\n"
+
+
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping with the entries of nested ones as `name.entry`."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        inner = flat(value) if isinstance(value, dict) else None
+        found |= {name: value} if inner is None else {f"{name}.{entry}": one for entry, one in inner.items()}
+    return found
 
 
 def merged(parts: Sequence[Any]) -> Any:
@@ -172,7 +200,8 @@ def merged_samples(series: Sequence[Sequence[Sample]]) -> tuple[Sample, ...]:
     """Merge several series: for each time in any of them, merge the latest sample of each."""
     latest: dict[int, Sample] = {}
     together = []
-    moments = sorted((sample.elapsed_s, i, sample) for i, samples in enumerate(series) for sample in samples)
+    moments = [(sample.elapsed_s, i, sample) for i, samples in enumerate(series) for sample in samples]
+    moments.sort(key=lambda moment: moment[:2])  # in virtual time several samples may have the same time
     for _, i, sample in moments:
         latest[i] = sample
         if len(latest) == len([samples for samples in series if samples]):

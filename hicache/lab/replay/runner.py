@@ -8,8 +8,8 @@ Locking design: all calls are made on one thread, which owns all fields, so no l
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Generator
+import math
+from collections.abc import Generator
 from contextlib import ExitStack
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from ...backends.base import Usage
 from ...cache import CacheStatistics, TreeCache, create_cache
 from ...cli.model_shapes import PRESETS
+from ...clock import SYSTEM_CLOCK, Clock
 from ...errors import InvalidInput
 from ...geometry import KVLayout
 from ...keys import Namespace
@@ -26,7 +27,7 @@ from ..traces.request import TraceRequest
 from .job import ReplayJob
 from .result import ReplayResult, Requests, Sample, Series, Setup
 from .stand_in import StandIn
-from .timing import SchedulerClock
+from .timing import Histogram, SchedulerClock
 
 # The interval of samples. A sample queries the usage of storage, which is I/O, so it is not taken in every step.
 SAMPLE_EVERY_S = 0.1
@@ -37,20 +38,22 @@ SETTLE_S_MAX = 60.0
 class Replay:
     """See the module's docstring. Owns `cache`: `close` closes it. Raises InvalidInput for a bad trace."""
 
-    def __init__(self, cache: TreeCache, job: ReplayJob, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, cache: TreeCache, job: ReplayJob, *, clock: Clock = SYSTEM_CLOCK) -> None:
         self.job = job
         self.cache = cache
         self.complete = False  # `run` has reached its end
         self.ended = self.too_long = self.idle_steps = 0
         self.late_s = 0.0
         self.times = SchedulerClock()
+        self.first_token = Histogram()
         self.series = Series()
-        self.model = StandIn(cache.device, job.prefill_tokens_per_s)
+        self.model = StandIn(cache.device, job.speeds.compute, decode_step_s=job.decode_step_s,
+                             has_bytes=not job.virtual, clock=clock)  # fmt: skip
         bounds = EngineOptions(
             running_max=job.running_max, waiting_max=job.waiting_max, prefill_tokens_max=job.prefill_tokens_max,
             schedule=job.config.schedule,
         )  # fmt: skip
-        self.engine = Engine(self.model, self.times.watch(cache), bounds, clock=clock)
+        self.engine = Engine(self.model, cache if job.virtual else self.times.watch(cache), bounds, clock=clock)
         self._trace = job.requests_of_trace()
         self._next = next(self._trace, None)
         self._source = TokenSource()
@@ -70,7 +73,7 @@ class Replay:
             if now_s >= sample_s:
                 sample_s = now_s + SAMPLE_EVERY_S
                 yield self.sample()
-            self.engine.rest()
+            self.rest()
         deadline_s = self._clock() + SETTLE_S_MAX
         while not self.cache.drain(SAMPLE_EVERY_S) and self._clock() < deadline_s:
             yield self.sample()
@@ -81,13 +84,27 @@ class Replay:
         """Submit the requests that are due, and run one step of the scheduler."""
         self._arrive()
         records = [update.record for update in self.engine.step() if update.record is not None]
-        self.times.end_step(self.unfinished + len(records), worked=self.engine.worked)
+        if not self.job.virtual:
+            self.times.end_step(self.unfinished + len(records), worked=self.engine.worked)
         self.idle_steps += not self.engine.worked
         for record in records:
-            self.times.ended(record.rid)
+            if not self.job.virtual:
+                self.times.ended(record.rid)
             if record.error is not None:
                 raise record.error
+            if record.time_to_first_token_s is not None:
+                self.first_token.add(1e9 * record.time_to_first_token_s)
         self.ended += len(records)
+
+    def rest(self) -> None:
+        """Let the workers run, and wait if the last step had nothing to compute."""
+        self.engine.rest()
+
+    @property
+    def next_arrival_s(self) -> float:
+        """The time of the clock at which the next request arrives; infinity if that depends on the queue."""
+        late_s = math.inf if self._next is None else -self._late_s(self._next)
+        return math.inf if late_s <= 0 else self._clock() + late_s
 
     def _arrive(self) -> None:
         """Submit the requests that are due while the queue has room."""
@@ -181,7 +198,8 @@ class Replay:
             refused=dict(controller.refused),
             damaged={} if backend is None else dict(backend.corrupt),
             storage_errors={**controller.worker_errors, **storage_errors},
-            scheduler=self.times.times(self.idle_steps),
+            first_token=self.first_token.latency(),
+            scheduler=None if self.job.virtual else self.times.times(self.idle_steps),
             ideal=None,
             samples=tuple(self.series.samples),
         )
@@ -257,5 +275,6 @@ def _setup(job: ReplayJob, cache: TreeCache, state: CacheStatistics) -> Setup:
         running_max=job.running_max,
         waiting_max=job.waiting_max,
         prefill_tokens_max=job.prefill_tokens_max,
-        prefill_tokens_per_s=job.prefill_tokens_per_s,
+        prefill_tokens_per_s=job.speeds.compute.tokens_per_s,
+        virtual=job.speeds if job.virtual else None,
     )

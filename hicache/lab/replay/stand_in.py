@@ -16,7 +16,6 @@ Invariant, verified by `check()`: all whole pages of the `kv_tokens` of a runnin
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,12 +25,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...clock import SYSTEM_CLOCK, Clock
 from ...errors import InvalidInput, InvariantError
 from ...keys import page_keys
 from ...tiers import Fence, KVPool
 from ...tiers.upload import upload
 from ...types import NO_PAGES, PageIds
 from ..engine import Batch, Request
+from ..speeds import ComputeSpeed
 from ..traces.tokens import VOCAB_SIZE, Prompt, mixed
 from .result import SOURCES, TIERS, TokenCounts
 
@@ -39,6 +40,7 @@ WORD_BYTES = 8
 # One 8-byte seed per page, int64: the start of its key.
 Seeds: TypeAlias = npt.NDArray[np.int64]
 _NO_SEEDS: Seeds = np.empty(0, np.int64)
+_INSTANT = ComputeSpeed()
 
 
 def page_seeds(keys: Sequence[bytes]) -> Seeds:
@@ -92,10 +94,11 @@ class _Stamped(NamedTuple):
     next_tokens: list[int]
     end_s: float
     took_s: float | None
+    clock: Clock
 
     def wait(self) -> float | None:
         if self.took_s is not None:
-            time.sleep(max(0.0, self.end_s - time.monotonic()))
+            self.clock.sleep(self.end_s - self.clock())
         return self.took_s
 
     def token(self, index: int) -> int:
@@ -103,28 +106,42 @@ class _Stamped(NamedTuple):
 
 
 class StandIn:
-    """See the module's docstring. `prefill_tokens_per_s` is the simulated speed: a forward takes as long as a real one,
-    while copies and storage work. With None, a forward takes no time.
+    """See the module's docstring. A forward takes as long as `compute` says, or `decode_step_s` without prompt tokens,
+    while copies and storage work. Times are those of `clock`.
 
-    REQUIRES: a pool of `hicache.tiers`. Raises InvalidInput for a geometry whose layers are not whole words.
+    Without `has_bytes` nothing is stamped or compared, for pools without memory; then a forward computes its layers as
+    they arrive. REQUIRES: a pool of `hicache.tiers`. Raises InvalidInput for a geometry whose layers are not whole
+    words.
     """
 
     vocab_size = VOCAB_SIZE
     eos_tokens: frozenset[int] = frozenset()
     requests_max = 1 << 30  # a replay never reaches it
 
-    def __init__(self, pool: KVPool, prefill_tokens_per_s: float | None = None) -> None:
+    def __init__(
+        self,
+        pool: KVPool,
+        compute: ComputeSpeed = _INSTANT,
+        *,
+        decode_step_s: float = 0.0,
+        has_bytes: bool = True,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         self.pool = pool
         self.context_tokens = pool.pages * pool.geometry.page_size
         self.counts = Counts()
-        self._bytes = PageBytes(pool)
-        self._rate = prefill_tokens_per_s
+        self._bytes = PageBytes(pool) if has_bytes else None
+        self._speed = compute
+        self._decode_step_s = decode_step_s
+        self._clock = clock
         self._known: dict[str, _Known] = {}
 
     def expect(self, rid: str, prompt: Prompt) -> None:
         """Register the prompt of a submitted request. REQUIRES: called before the step in which it begins."""
-        keys = page_keys(prompt.kv_tokens, self.pool.geometry.page_size)
-        self._known[rid] = _Known(prompt, page_seeds(keys))
+        seeds = _NO_SEEDS
+        if self._bytes is not None:
+            seeds = page_seeds(page_keys(prompt.kv_tokens, self.pool.geometry.page_size))
+        self._known[rid] = _Known(prompt, seeds)
 
     def forget(self) -> None:
         """Remove all requests, so that their pages are no longer compared."""
@@ -149,11 +166,34 @@ class StandIn:
         pass  # each forward reads the pages of requests anyway
 
     def compute(self, batch: Batch) -> _Stamped:
-        prefill_tokens = sum(count for request, count in batch if request.prefilling)
-        took_s = prefill_tokens / self._rate if self._rate and prefill_tokens else None
-        end_s = time.monotonic() + (took_s or 0.0)
-        self._compare_prefixes([request for request, _ in batch])
-        pages, seeds, next_tokens = [NO_PAGES], [_NO_SEEDS], []
+        is_prefill = any(request.prefilling for request, _ in batch)
+        took_s = self._decode_step_s
+        if is_prefill:
+            took_s = sum(self._speed.prefill_s(request.kv_tokens, count) for request, count in batch)
+        if self._bytes is None:
+            end_s, next_tokens = self._compute_layers(took_s), self._next_tokens(batch)
+        else:
+            end_s = self._clock() + took_s
+            self._compare_prefixes(self._bytes, [request for request, _ in batch])
+            self._stamp(self._bytes, batch)
+            next_tokens = self._next_tokens(batch)
+        return _Stamped(next_tokens, end_s, took_s or None, self._clock)
+
+    def _next_tokens(self, batch: Batch) -> list[int]:
+        return [self._known[request.rid].next_token(request.kv_tokens + count - request.prompt_tokens)
+                for request, count in batch]  # fmt: skip
+
+    def _compute_layers(self, took_s: float) -> float:
+        """Wait for the load in flight, and return the time at which a forward of `took_s` ends that computes each layer
+        when it has arrived. Layers arrive evenly, so only the first or the last one can decide."""
+        layers = self.pool.geometry.layers
+        self.pool.wait_layer(0)
+        first_s = self._clock()
+        self.pool.wait_layer(layers - 1)
+        return max(first_s + took_s, self._clock() + took_s / layers)
+
+    def _stamp(self, bytes_: PageBytes, batch: Batch) -> None:
+        pages, seeds = [NO_PAGES], [_NO_SEEDS]
         for request, count in batch:
             known, end = self._known[request.rid], request.kv_tokens + count
             missing = slice(known.stamped_pages, end // self.pool.geometry.page_size)
@@ -161,11 +201,9 @@ class StandIn:
                 pages.append(request.held_kv().pages[missing])
                 seeds.append(known.seeds[missing])
                 known.stamped_pages = missing.stop
-            next_tokens.append(known.next_token(end - request.prompt_tokens))
-        self._bytes.fill(np.concatenate(pages), np.concatenate(seeds))
-        return _Stamped(next_tokens, end_s, took_s)
+        bytes_.fill(np.concatenate(pages), np.concatenate(seeds))
 
-    def _compare_prefixes(self, requests: Sequence[Request]) -> None:
+    def _compare_prefixes(self, bytes_: PageBytes, requests: Sequence[Request]) -> None:
         """Compare the cached prefixes of beginning requests, each layer as soon as it has arrived."""
         begun = [request for request in requests if not self._known[request.rid].compared]
         if not begun and self.pool.loading is None:
@@ -175,11 +213,11 @@ class StandIn:
             kv = request.held_kv()
             pages.append(kv.pages[: kv.shared_pages])
             seeds.append(self._known[request.rid].seeds[: kv.shared_pages])
-        expected = self._bytes.expected(np.concatenate(pages), np.concatenate(seeds))
+        expected = bytes_.expected(np.concatenate(pages), np.concatenate(seeds))
         wrong = np.zeros(len(expected.rows), np.int64)
         for layer in range(self.pool.geometry.layers):
             self.pool.wait_layer(layer)
-            wrong += self._bytes.wrong_bytes(layer, expected)
+            wrong += bytes_.wrong_bytes(layer, expected)
         self.counts.checked_bytes += len(wrong) * self.pool.geometry.payload_bytes
         first = 0
         for request in begun:
@@ -196,19 +234,25 @@ class StandIn:
 
     def end(self, request: Request) -> None:
         known = self._known.get(request.rid)
-        if known is None or not known.compared:
+        if known is None:
             return
-        pages = request.held_kv().pages[: known.stamped_pages]
-        expected = self._bytes.expected(pages, known.seeds[: len(pages)])
-        for layer in range(self.pool.geometry.layers):
-            self.counts.wrong["own"] += int(self._bytes.wrong_bytes(layer, expected).sum())
-        self.counts.checked_bytes += len(pages) * self.pool.geometry.payload_bytes
-        known.compared = False
+        if self._bytes is not None:
+            if not known.compared:
+                return
+            self._compare_own(self._bytes, request, known)
+            known.compared = False
         if len(request.tokens) - request.prompt_tokens == max(1, len(known.prompt.output)):
             del self._known[request.rid]
 
+    def _compare_own(self, bytes_: PageBytes, request: Request, known: _Known) -> None:
+        pages = request.held_kv().pages[: known.stamped_pages]
+        expected = bytes_.expected(pages, known.seeds[: len(pages)])
+        for layer in range(self.pool.geometry.layers):
+            self.counts.wrong["own"] += int(bytes_.wrong_bytes(layer, expected).sum())
+        self.counts.checked_bytes += len(pages) * self.pool.geometry.payload_bytes
+
     def check(self, running: Sequence[Request]) -> None:
-        for request in running:
+        for request in running if self._bytes is not None else ():
             stamped = self._known[request.rid].stamped_pages
             if stamped != request.kv_tokens // self.pool.geometry.page_size:
                 raise InvariantError(f"replay: {request.rid} has {request.kv_tokens} tokens, {stamped} pages stamped")

@@ -30,7 +30,9 @@ def shown(result: ReplayResult, width: int) -> str:
 def long() -> ReplayResult:
     """Return a result with large numbers, as after a day on large tiers."""
     slow: Latency = replace(latency(1234, 12_345, 123_456, 98_765_432), count=2 * MILLION)
-    times = replace(example().scheduler, step_cpu=slow, step_elapsed=slow, request_cpu=slow, request_elapsed=slow)
+    scheduler = example().scheduler
+    assert scheduler is not None
+    times = replace(scheduler, step_cpu=slow, step_elapsed=slow, request_cpu=slow, request_elapsed=slow)
     tokens = replace(
         example().tokens, prompt=27_441_774_000, seen=8_342_299_000, computed=21_926_000_000,
         hits={"device": 1_042_787_000, "host": 164_650_000, "storage": 4_308_358_000},

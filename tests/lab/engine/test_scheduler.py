@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import threading
 from collections.abc import Sequence
@@ -14,6 +15,7 @@ import torch
 
 from hicache.backends.testing import memory_store
 from hicache.cache import HiRadixCache, SessionCache
+from hicache.clock import Clock
 from hicache.errors import CapacityError, HiCacheError, InvalidInput, InvariantError, TransferError
 from hicache.frame import FrameCodec
 from hicache.lab.engine import Engine, EngineOptions, FinishReason, LlamaModel, Sampling, Span
@@ -441,9 +443,16 @@ def test_closing_aborts_the_remaining_requests_and_leaks_nothing() -> None:
 
 
 def test_records_carry_the_times_of_the_engine_s_clock() -> None:
-    ticks = iter(range(100))
+    class Ticking(Clock):
+        """A clock that moves by a second whenever it is read."""
+
+        ticks = itertools.count()
+
+        def __call__(self) -> float:
+            return float(next(self.ticks))
+
     with make_engine(CHECKPOINT) as made:
-        engine = Engine(made.model, made.cache, clock=lambda: float(next(ticks)))
+        engine = Engine(made.model, made.cache, clock=Ticking())
         record = generate(engine, random_tokens(5, seed=28), 3)
         assert (record.arrival_s, record.first_token_s, record.finish_s) == (0.0, 1.0, 2.0)
         assert record.time_to_first_token_s == 1.0

@@ -18,6 +18,7 @@ import pytest
 from hicache.errors import HiCacheError
 from hicache.lab.replay.job import ReplayJob
 from hicache.lab.replay.processes import Children, InProcess, start_engines
+from hicache.lab.speeds import ComputeSpeed, Speeds
 from tests.lab.replay.world import job, request, rounds, small_config
 from tests.waiting import is_running
 
@@ -38,8 +39,9 @@ def file_job(directory: Path, *, prompts: int = 8, times: int = 2, **options: An
     )  # fmt: skip
     # Slow enough that what one engine stores is there when another asks for it.
     return job(
-        directory, rounds(prompts, times), config, running_max=1, waiting_max=1, prefill_tokens_per_s=100_000, **options
-    )
+        directory, rounds(prompts, times), config, running_max=1, waiting_max=1,
+        speeds=Speeds(compute=ComputeSpeed(tokens_per_s=100_000)), **options,
+    )  # fmt: skip
 
 
 def test_two_processes_share_a_store_and_their_results_are_one(tmp_path: Path) -> None:
@@ -53,7 +55,7 @@ def test_two_processes_share_a_store_and_their_results_are_one(tmp_path: Path) -
     assert result.complete
     assert result.setup.processes == 2
     assert result.tokens.hits["storage"] > 0
-    assert result.scheduler.request_cpu.count == 36
+    assert result.scheduler is not None and result.scheduler.request_cpu.count == 36
 
 
 def test_an_interrupted_replay_has_a_result_of_all_processes(tmp_path: Path) -> None:

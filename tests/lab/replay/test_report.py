@@ -94,6 +94,7 @@ def test_wrong_bytes_and_an_interruption_are_prominent() -> None:
 def empty() -> ReplayResult:
     none = latency()
     result = example(samples=(), skipped={}, refused={}, damaged={}, storage_errors={}, elapsed_s=0.0, complete=False)
+    assert result.scheduler is not None
     times = replace(
         result.scheduler, step_cpu=none, step_elapsed=none, request_cpu=none, request_elapsed=none, calls={}, steps=0
     )

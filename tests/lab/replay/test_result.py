@@ -60,6 +60,7 @@ def example(**changes: object) -> ReplayResult:
         refused={"write": 3},
         damaged={"tag": 1},
         storage_errors={"storage:EIO": 2},
+        first_token=latency(1000, 9000),
         scheduler=SchedulerTimes(
             steps=3, idle_steps=1, step_cpu=latency(1, 2, 3), step_elapsed=latency(2, 3, 4),
             request_cpu=latency(100, 900), request_elapsed=latency(200, 5000),
