@@ -60,9 +60,12 @@ def plan_of(trace: Sequence[TraceRequest], device: int, host: int, storage: int 
 
 def plan_inputs(device: int, host: int, storage: int | None, **inputs: Any) -> PlanInputs:
     """Return the inputs of a plan with tiers of so many pages of `PAGE_SIZE` bytes."""
-    sizes = {
+    entries: dict[str, Any] = {
+        "trace": "test",
+        "model": MODEL,
+        "page_size": PAGE_SIZE,
         "device_bytes": device * PAGE_SIZE,
         "host_bytes": host * PAGE_SIZE,
         "storage_bytes": None if storage is None else storage * PAGE_SIZE,
     }
-    return PlanInputs(**{"trace": "test", "model": MODEL, "page_size": PAGE_SIZE} | sizes | inputs)
+    return PlanInputs(**entries | inputs)
