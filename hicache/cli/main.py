@@ -29,6 +29,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "doctor": ("hicache.cli.doctor:doctor", "Check machine and stores of a configuration, before the first request."),
     "inspect": ("hicache.cli.verify:inspect", "Show the header of one stored page."),
     "ls": ("hicache.cli.storage_view:ls", "List the pages of a store, by namespace."),
+    "plan": ("hicache.lab.cli.plan:plan", "Compute how large the tiers should be for a request trace."),
     "purge": ("hicache.cli.storage:purge", "Remove stored pages, all or by namespace, weights epoch and age."),
     "replay": ("hicache.lab.cli.replay:replay", "Replay a request trace through the cache and check every byte."),
     "serve": ("hicache.cli.serve:serve", "Run the storage daemon of this node."),

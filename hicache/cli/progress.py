@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -52,21 +52,36 @@ class StepProgress:
 
 def follow(steps: Iterator[Step], title: str, progress_of: Callable[[Step], StepProgress]) -> Step:
     """Iterate over `steps`, at least one, and show their progress. Return the last step."""
+    for last in followed(steps, title, progress_of):  # noqa: B007
+        pass
+    return last
+
+
+def followed(
+    steps: Iterator[Step], title: str, progress_of: Callable[[Step], StepProgress]
+) -> Generator[Step, None, None]:
+    """Yield `steps` and show their progress, at the end that of the last one."""
     bar = sys.stderr.isatty()
     interval_s = BAR_INTERVAL_S if bar else PLAIN_INTERVAL_S
     with Progress(*_columns(), console=Console(stderr=True), disable=not bar) as progress:
         task = progress.add_task(title, total=None, found="")
+
+        def show(step: Step) -> StepProgress:
+            shown = progress_of(step)
+            progress.update(task, completed=shown.done, total=shown.total, found=shown.found)
+            return shown
+
         started_s = shown_s = time.monotonic()
-        for number, last in enumerate(steps):
+        step: Step | None = None
+        for number, step in enumerate(steps):
             if time.monotonic() - shown_s >= interval_s or (bar and number < BAR_FIRST_STEPS):
                 shown_s = time.monotonic()
-                shown = progress_of(last)
-                progress.update(task, completed=shown.done, total=shown.total, found=shown.found)
+                shown = show(step)
                 if not bar:
                     click.echo(f"{title}: {_plain(shown, shown_s - started_s)}", err=True)
-        shown = progress_of(last)
-        progress.update(task, completed=shown.done, total=shown.total, found=shown.found)
-    return last
+            yield step
+        if step is not None:
+            show(step)
 
 
 def _columns() -> list[ProgressColumn]:

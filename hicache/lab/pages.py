@@ -15,7 +15,8 @@ _STYLE = """
 body { margin: 0 auto; max-width: 960px; padding: 32px 20px 64px; background: var(--ground); color: var(--ink);
   font: 15px/1.5 system-ui, sans-serif; }
 h1 { font-size: 26px; margin: 0 0 4px; } h2 { font-size: 18px; margin: 40px 0 4px; }
-p { margin: 4px 0 12px; max-width: 75ch; } .soft { color: var(--soft); }
+p, ul { margin: 4px 0 12px; max-width: 75ch; } ul { padding-left: 20px; } li { margin: 4px 0; }
+ .soft { color: var(--soft); }
 .tiles { display: grid; grid-template-columns: repeat(auto-fit, minmax(136px, 1fr)); gap: 12px; margin: 20px 0 8px; }
 .tile { background: var(--card); border: 1px solid var(--rule); border-radius: 8px; padding: 12px 14px; }
 .tile b { display: block; font-size: 22px; line-height: 1.3; font-variant-numeric: tabular-nums; }
@@ -24,6 +25,7 @@ figure { margin: 12px 0 0; background: var(--card); border: 1px solid var(--rule
 figcaption { font-weight: 600; margin-bottom: 6px; } svg { display: block; width: 100%; height: auto; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } svg .value { fill: var(--ink); }
 .grid { stroke: var(--rule); } .tick { stroke: var(--soft); }
+line.mark { stroke: var(--soft); stroke-dasharray: 2 3; } circle.mark { fill: var(--card); stroke: var(--ink); }
 .line { fill: none; stroke-width: 2; stroke-linejoin: round; }
 .line.c0 { stroke: var(--c0); } .line.c1 { stroke: var(--c1); } .line.c2 { stroke: var(--c2); }
 .line.c3 { stroke: var(--c3); } .line.c4 { stroke: var(--c4); }

@@ -13,6 +13,8 @@ from html import escape
 
 WIDTH, HEIGHT = 760, 280
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 40
+# The height of a row of text above a figure; phones show larger letters.
+MARK_HEIGHT = 20
 BAR_HEIGHT, BAR_LABEL_WIDTH, BAR_VALUE_WIDTH = 26, 190, 150
 
 
@@ -25,6 +27,15 @@ class Curve:
     values: Sequence[float]
     colour: int
     dashed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A point of a figure, with a label above the figure."""
+
+    x: float
+    y: float
+    label: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +76,10 @@ def log_axis(low: float, high: float, label: str, form: Callable[[float], str]) 
     return Axis(powers[0], powers[-1], [(power, form(power)) for power in powers], label, log=True)
 
 
-def lines(x: Axis, y: Axis, positions: Sequence[float], curves: Sequence[Curve], *, title: str) -> str:
-    """Draw curves over common positions."""
+def lines(
+    x: Axis, y: Axis, positions: Sequence[float], curves: Sequence[Curve], *, title: str, marks: Sequence[Mark] = ()
+) -> str:
+    """Draw curves over common positions. Each mark has its own row above the figure, so labels do not overlap."""
     body = []
     for curve in curves:
         path = " ".join(f"{_x(x, at):.1f},{_y(y, value):.1f}"
@@ -74,7 +87,14 @@ def lines(x: Axis, y: Axis, positions: Sequence[float], curves: Sequence[Curve],
         dash = ' stroke-dasharray="5 4"' if curve.dashed else ""
         body.append(f'<polyline class="line c{curve.colour}" points="{path}"{dash}><title>{escape(curve.name)}</title>'
                     "</polyline>")  # fmt: skip
-    return _figure(x, y, body, title)
+    for row, mark in enumerate(marks):
+        at, top = _x(x, mark.x), -MARK_HEIGHT * row
+        before = at > (LEFT + WIDTH - RIGHT) / 2
+        body.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{top - 12}" y2="{HEIGHT - BOTTOM}"/>')
+        body.append(f'<circle class="mark" cx="{at:.1f}" cy="{_y(y, mark.y):.1f}" r="4"/>')
+        body.append(f'<text class="value" x="{at - 6 if before else at + 6:.1f}" y="{top}" '
+                    f'text-anchor="{"end" if before else "start"}">{escape(mark.label)}</text>')  # fmt: skip
+    return _figure(x, y, body, title, above=MARK_HEIGHT * len(marks))
 
 
 def stacked(x: Axis, y: Axis, positions: Sequence[float], curves: Sequence[Curve], *, title: str) -> str:
@@ -127,7 +147,7 @@ def _y(axis: Axis, value: float) -> float:
     return axis.position(value, HEIGHT - BOTTOM, TOP + BOTTOM - HEIGHT)
 
 
-def _figure(x: Axis, y: Axis, body: Sequence[str], title: str) -> str:
+def _figure(x: Axis, y: Axis, body: Sequence[str], title: str, above: int = 0) -> str:
     grid, labels = [], []
     for value, text in y.ticks:
         at = _y(y, value)
@@ -143,9 +163,9 @@ def _figure(x: Axis, y: Axis, body: Sequence[str], title: str) -> str:
     labels.append(f'<text class="axis" x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x.label)}</text>')
     labels.append(f'<text class="axis" transform="translate(13 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" '
                   f'text-anchor="middle">{escape(y.label)}</text>')  # fmt: skip
-    return _svg(HEIGHT, [*grid, *body, *labels], title)
+    return _svg(HEIGHT, [*grid, *body, *labels], title, above)
 
 
-def _svg(height: float, body: Sequence[str], title: str) -> str:
-    return (f'<svg viewBox="0 0 {WIDTH} {height:.0f}" role="img" aria-label="{escape(title, quote=True)}">'
-            f"{''.join(body)}</svg>")  # fmt: skip
+def _svg(height: float, body: Sequence[str], title: str, above: int = 0) -> str:
+    return (f'<svg viewBox="0 {-above} {WIDTH} {height + above:.0f}" role="img" '
+            f'aria-label="{escape(title, quote=True)}">{"".join(body)}</svg>')  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import tempfile
@@ -15,26 +14,25 @@ from typing import Any
 import click
 from rich.console import Console
 
-from ...cli.arguments import DIRECTORY, DURATION, FILE, SEED_MAX, Number, is_dash, read_dash
+from ...cli.arguments import DIRECTORY, DURATION, FILE, SEED_MAX, Number, read_dash
 from ...cli.config import parse_settings
 from ...cli.interrupts import noted_signals
 from ...cli.log_options import LOG_OPTIONS, log_options, start_log
 from ...cli.main import FOUND_EXIT_CODE, Failure, needs_of, output_failures
 from ...cli.model_shapes import PRESETS
-from ...cli.progress import OutputConsole, follow
+from ...cli.progress import follow
 from ...config import HiCacheConfig, entry_of_variable, load_config
-from ...config.files import open_regular
 from ...config.logging import LoggingConfig
 from ...config.ready import ready_file
 from ...config.section import TOKENS_MAX
-from ...errors import ConfigError
 from ..replay.job import SYNTHETIC_REQUESTS, ReplayJob
 from ..replay.report import html_report
 from ..replay.result import ReplayResult, Sample, samples_csv
 from ..speeds import Speeds
-from ..traces.trace import REQUESTS_MAX
+from ..traces.trace import REQUESTS_MAX, line_count
 from .replay_diff import diff
 from .replay_view import print_summary, progress_of
+from .reports import check_reports, output_console, print_written, write_reports
 from .speed_options import NAMES as SPEED_NAMES
 from .speed_options import speed_options, speeds_of
 
@@ -119,15 +117,14 @@ def replay(
     check_reports(*files)
     speeds = speeds_of(prefill_rate or None, *(options.pop(name) for name in SPEED_NAMES))
     _require_clock(options, store, speeds)
-    # The report uses standard output.
-    console = OutputConsole(stderr=any(file is not None and is_dash(file) for file in files))
+    console = output_console(*files)
     overrides = parse_settings(settings)
     for name, value in (("device.tokens", device_tokens), ("host.tokens", host_tokens)):
         if value is not None:
             overrides[name] = str(value)
     with noted_signals() as stop, _temporary_directory(console) as temporary, read_dash(options["trace"]) as trace:
         config = replay_config(overrides, os.environ, temporary, config_file, store)
-        options |= {"trace": trace, "requests": options["requests"] or _lines_in(trace)}
+        options |= {"trace": trace, "requests": options["requests"] or line_count(trace)}
         job = ReplayJob(config=config, speeds=speeds, **options)
         console.print(f"replaying {job.trace.name if job.trace else 'a synthetic trace'} ...", highlight=False)
         with needs_of("replay"):  # torch, which takes seconds: the help and the checks above do without it
@@ -142,15 +139,6 @@ def replay(
         console.print(f"0 wrong bytes of {result.checked_bytes:,} compared", style="bold green", highlight=False)
     if stop:
         sys.exit(128 + stop[0])
-
-
-def _lines_in(trace: Path | None) -> int | None:
-    """Return the largest number of requests in a trace, for the progress; None if it cannot be read."""
-    if trace is None:
-        return None
-    with contextlib.suppress(OSError), open_regular(trace) as lines:
-        return min(REQUESTS_MAX, sum(1 for _ in lines)) or None
-    return None
 
 
 def _until(stop: list[int], samples: Iterator[Sample]) -> Iterator[Sample]:
@@ -177,37 +165,17 @@ def replay_config(
     return load_config(config_file or REPLAY_CONFIG, environ=environ, overrides=overrides)
 
 
-def check_reports(*paths: Path | None) -> None:
-    """Raise ConfigError for report files whose directory does not exist, and for two names of one file."""
-    files = [file for file in paths if file is not None]
-    for file in files:
-        if not is_dash(file) and not file.parent.is_dir():
-            raise ConfigError(f"{file}: the directory {file.parent} does not exist; create it")
-    if len(files) > len({os.path.realpath(file) for file in files}):
-        raise ConfigError(f"{files[0]}: two of --json, --csv and --report name the same file; choose different ones")
-
-
 def _report(
     console: Console, result: ReplayResult, json_file: Path | None, csv_file: Path | None, html_file: Path | None
 ) -> None:
     """Write the reports and print the summary, even if some of them fail. Then raise the error for the exit code;
     WrongBytes comes first."""
-    problems, written = [], []
-    for file, text in ((json_file, ReplayResult.to_json), (csv_file, samples_csv), (html_file, html_report)):
-        if file is not None:
-            try:
-                if is_dash(file):
-                    click.echo(text(result))
-                    continue
-                _write(file, text(result))
-                written.append(file)
-            except OSError as error:
-                problems.append(f"{file}: cannot be written: {error.strerror}")
+    files = (json_file, csv_file, html_file)
+    written, problems = write_reports(result, zip(files, (ReplayResult.to_json, samples_csv, html_report), strict=True))
     try:
         with output_failures():
             print_summary(console, result)
-            for file in written:
-                console.print(f"report: {file}", highlight=False, soft_wrap=True)
+            print_written(console, written)
     finally:
         if result.wrong_bytes:
             wrong = f"WRONG BYTES: {result.wrong_bytes:,} of {result.checked_bytes:,} compared"
@@ -236,14 +204,6 @@ class WrongBytes(Failure):
     """A replay that found wrong bytes."""
 
     exit_code = FOUND_EXIT_CODE
-
-
-def _write(path: Path, text: str) -> None:
-    """Write a file. Raises OSError, also for a pipe without a reader, instead of waiting for one."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
-    os.set_blocking(descriptor, True)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
 
 
 @contextmanager

@@ -16,8 +16,8 @@ from ..replay.job import ReplayJob
 from ..replay.report import REASONS, WAY_NAMES, flattened_drops, ideal_rows
 from ..replay.result import TIER_NAMES, ReplayResult, Sample
 from ..replay.timing import SchedulerTimes
-from ..traces.tokens import TokenSource
 from ..traces.request import TraceRequest
+from ..traces.tokens import TokenSource
 
 
 def progress_of(sample: Sample, job: ReplayJob) -> StepProgress:

@@ -47,6 +47,15 @@ def trace_format(path: Path) -> TraceFormat:
     return format_of(fields)
 
 
+def line_count(path: Path | None) -> int | None:
+    """Return the largest possible number of requests of a trace; None if it cannot be read, and for None."""
+    if path is None:
+        return None
+    with contextlib.suppress(OSError), open_regular(path) as lines:
+        return min(REQUESTS_MAX, sum(1 for _ in lines)) or None
+    return None
+
+
 def write_trace(path: Path, requests: Iterable[TraceRequest]) -> int:
     """Write a trace, replace the file when the trace is complete, and return the number of requests.
 
