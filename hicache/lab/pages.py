@@ -26,6 +26,7 @@ figcaption { font-weight: 600; margin-bottom: 6px; } svg { display: block; width
 svg text { font: 12px system-ui, sans-serif; fill: var(--soft); } svg .value { fill: var(--ink); }
 .grid { stroke: var(--rule); } .tick { stroke: var(--soft); }
 line.mark { stroke: var(--soft); stroke-dasharray: 2 3; } circle.mark { fill: var(--card); stroke: var(--ink); }
+text.mark { paint-order: stroke; stroke: var(--card); stroke-width: 4px; }
 .line { fill: none; stroke-width: 2; stroke-linejoin: round; }
 .line.c0 { stroke: var(--c0); } .line.c1 { stroke: var(--c1); } .line.c2 { stroke: var(--c2); }
 .line.c3 { stroke: var(--c3); } .line.c4 { stroke: var(--c4); }
@@ -39,6 +40,9 @@ line.mark { stroke: var(--soft); stroke-dasharray: 2 3; } circle.mark { fill: va
 .scroll { overflow-x: auto; } table { border-collapse: collapse; margin: 12px 0 0; font-variant-numeric: tabular-nums; }
 th, td { text-align: right; padding: 4px 14px 4px 0; border-bottom: 1px solid var(--rule); white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; } th { color: var(--soft); font-weight: 500; font-size: 13px; }
+/* A phone shows figures at less than half of their size. */
+@media (max-width: 600px) { body { padding: 20px 12px 48px; } figure { padding: 8px; }
+  svg text { font-size: 20px; } svg text.axis { font-size: 15px; } td:nth-child(2):last-child { white-space: normal; } }
 """
 
 

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 760, 280
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 12, 40
+LEFT, RIGHT, TOP, BOTTOM = 72, 16, 12, 46
 # The height of a row of text above a figure; phones show larger letters.
 MARK_HEIGHT = 20
-BAR_HEIGHT, BAR_LABEL_WIDTH, BAR_VALUE_WIDTH = 26, 190, 150
+# With room for the larger letters of phones.
+BAR_HEIGHT, BAR_LABEL_WIDTH, BAR_VALUE_WIDTH = 26, 250, 150
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +88,23 @@ def lines(
         dash = ' stroke-dasharray="5 4"' if curve.dashed else ""
         body.append(f'<polyline class="line c{curve.colour}" points="{path}"{dash}><title>{escape(curve.name)}</title>'
                     "</polyline>")  # fmt: skip
-    for row, mark in enumerate(marks):
-        at, top = _x(x, mark.x), -MARK_HEIGHT * row
-        before = at > (LEFT + WIDTH - RIGHT) / 2
-        body.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{top - 12}" y2="{HEIGHT - BOTTOM}"/>')
-        body.append(f'<circle class="mark" cx="{at:.1f}" cy="{_y(y, mark.y):.1f}" r="4"/>')
-        body.append(f'<text class="value" x="{at - 6 if before else at + 6:.1f}" y="{top}" '
-                    f'text-anchor="{"end" if before else "start"}">{escape(mark.label)}</text>')  # fmt: skip
-    return _figure(x, y, body, title, above=MARK_HEIGHT * len(marks))
+    return _figure(x, y, [*body, *_marks(x, y, marks)], title, above=MARK_HEIGHT * len(marks))
+
+
+def _marks(x: Axis, y: Axis, marks: Sequence[Mark]) -> list[str]:
+    """Return circles, vertical lines and labels. Labels extend towards the middle of the figure. The outer marks have
+    the upper rows, so that their lines do not cross the labels of the others."""
+    middle = (LEFT + WIDTH - RIGHT) / 2
+    placed = sorted(((_x(x, mark.x), mark) for mark in marks), key=lambda each: -abs(each[0] - middle))
+    shapes, labels = [], []
+    for row, (at, mark) in enumerate(placed):
+        top = -MARK_HEIGHT * (len(placed) - 1 - row)
+        offset, anchor = (-6, "end") if at > middle else (6, "start")
+        shapes.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{top - 12}" y2="{HEIGHT - BOTTOM}"/>')
+        shapes.append(f'<circle class="mark" cx="{at:.1f}" cy="{_y(y, mark.y):.1f}" r="4"/>')
+        labels.append(f'<text class="value mark" x="{at + offset:.1f}" y="{top}" text-anchor="{anchor}">'
+                      f"{escape(mark.label)}</text>")  # fmt: skip
+    return [*shapes, *labels]
 
 
 def stacked(x: Axis, y: Axis, positions: Sequence[float], curves: Sequence[Curve], *, title: str) -> str:
@@ -158,7 +168,7 @@ def _figure(x: Axis, y: Axis, body: Sequence[str], title: str, above: int = 0) -
         grid.append(
             f'<line class="tick" x1="{at:.1f}" x2="{at:.1f}" y1="{HEIGHT - BOTTOM}" y2="{HEIGHT - BOTTOM + 4}"/>'
         )
-        labels.append(f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 17}" text-anchor="middle">{escape(text)}</text>')
+        labels.append(f'<text x="{at:.1f}" y="{HEIGHT - BOTTOM + 20}" text-anchor="middle">{escape(text)}</text>')
     middle = (LEFT + WIDTH - RIGHT) / 2
     labels.append(f'<text class="axis" x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x.label)}</text>')
     labels.append(f'<text class="axis" transform="translate(13 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" '

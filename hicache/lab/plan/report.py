@@ -8,9 +8,9 @@ from html import escape
 from ...units import exact_size, format_share, format_size
 from ..pages import captioned, html_page, html_table, html_tiles
 from ..plots import Axis, Curve, Mark, bars, linear_axis, lines
-from .curves import ENOUGH_SHARE
 from .result import SERVICES, TIER_NAMES, Plan
 from .tables import (
+    ENOUGH,
     Table,
     break_even,
     format_duration,
@@ -22,8 +22,9 @@ from .tables import (
     tier_table,
 )
 
-# Ticks of sizes are powers of this number, so that a curve over four powers of ten has about seven.
+# Ticks of sizes are powers of this number: about seven for a curve over four powers of ten. More do not fit.
 _TICK_FACTOR = 4
+_TICKS_MAX = 8
 
 
 def html_report(plan: Plan) -> str:
@@ -85,7 +86,7 @@ def _tiles(plan: Plan) -> str:
         tiles += [
             ("", format_duration(all_.ttft_mean_s), f"mean time to first token; {format_duration(none.ttft_mean_s)} "
                                                     "without a cache"),
-            ("", f"{1 - all_.prefill_s / none.prefill_s:.1%}".replace("%", " %"), "of computing saved"),
+            ("", f"{100 * (1 - all_.prefill_s / none.prefill_s):.1f} %", "of computing saved"),
         ]  # fmt: skip
     return html_tiles(tiles)
 
@@ -107,7 +108,7 @@ def _curve(plan: Plan, tier: str, colour: int) -> str:
     title = f"{TIER_NAMES[tier]}: prompt tokens found, over its size {where}".rstrip()
     named = [("bend", point.size, point.found_tokens) for point in curve.bends]
     if curve.enough is not None:
-        named.append((f"{ENOUGH_SHARE:.0%} of the most", curve.enough.size, curve.enough.found_tokens))
+        named.append((f"{ENOUGH} of the most", curve.enough.size, curve.enough.found_tokens))
     if given is not None and given.bytes:
         named.append(("given", given, plan.tiers[tier].found_tokens))
     marks = [
@@ -117,15 +118,16 @@ def _curve(plan: Plan, tier: str, colour: int) -> str:
     sizes = [point.size.bytes for point in curve.points]
     shares = [100 * point.found_tokens / prompt for point in curve.points]
     x = _size_axis(min([*sizes, *(mark.x for mark in marks)]), max([*sizes, *(mark.x for mark in marks)]))
-    y = linear_axis(max(shares), "% of prompt tokens", lambda percent: f"{percent:g}")
+    y = linear_axis(max(shares), "share of prompt tokens", lambda percent: f"{percent:g} %")
     plot = lines(x, y, sizes, [Curve(title, shares, colour)], title=title, marks=marks)
     return captioned(title, plot)
 
 
 def _size_axis(low: float, high: float) -> Axis:
     """Return a logarithmic axis of sizes with binary units."""
-    powers = [_TICK_FACTOR**k for k in range(26) if low <= _TICK_FACTOR**k <= high]
-    return Axis(low, high, [(power, f"{exact_size(power)}") for power in powers], "size", log=True)
+    powers = [power for power in (_TICK_FACTOR**k for k in range(26)) if low <= power <= high]
+    shown = powers[:: -(-len(powers) // _TICKS_MAX) or 1]
+    return Axis(low, high, [(power, format_size(power).replace(".0 ", " ")) for power in shown], "size", log=True)
 
 
 def _services(plan: Plan) -> str:

@@ -12,6 +12,8 @@ from .wear import DAY_S
 
 # Names of columns, those with `>` aligned to the right, and rows.
 Table: TypeAlias = tuple[Sequence[str], Sequence[Sequence[str]]]
+# A tier with this share of what a larger one finds is enough.
+ENOUGH = f"{100 * ENOUGH_SHARE:.0f} %"
 # A year as in the plan.
 _YEAR_S = 365 * DAY_S
 
@@ -26,8 +28,7 @@ def tier_table(plan: Plan) -> Table:
             format_share(use.hit_tokens, prompt), f"+{more.tier_tokens:,}",
             format_duration(more.prefill_s_per_day), "" if enough is None else format_size(enough.size.bytes),
         ))  # fmt: skip
-    enough_for = f"{ENOUGH_SHARE:.0%} with>".replace("%", " %")
-    return _filled(("tier", "size>", "found>", "hits>", "next GiB finds>", "saves a day>", enough_for), rows)
+    return _filled(("tier", "size>", "found>", "hits>", "next GiB finds>", "saves a day>", f"{ENOUGH} with>"), rows)
 
 
 def format_tier_size(size: Size | None) -> str:
@@ -73,10 +74,10 @@ def routing_table(plan: Plan) -> Table:
         equal = "no size" if one.equal_storage is None else format_size(one.equal_storage.bytes)
         rows.append((
             f"{name} *" if name == fleet.best else name, format_share(sum(found.values()), prompt),
-            format_share(found["device"] + found["host"], prompt), f"{one.busiest_share:.1%}".replace("%", " %"),
+            format_share(found["device"] + found["host"], prompt), f"{100 * one.busiest_share:.1f} %",
             format_duration(one.services["all"].ttft_mean_s), equal,
         ))  # fmt: skip
-    return _filled(("routing", "found>", "on the node>", "busiest node>", "first token>", "L3 for the best>"), rows)
+    return _filled(("routing", "found>", "on the node>", "busiest node>", "first token>", "L3 to match best>"), rows)
 
 
 def left_out(plan: Plan) -> Iterator[str]:
