@@ -108,6 +108,7 @@ def test_hostile_arguments_end_with_a_message_and_a_documented_exit_code(
      f"replay --requests 1{'0' * 50}", f"trace generate x --requests 1{'0' * 50}", "replay --speed-up nan",
      "replay --prefill-rate inf", "replay --running-max 1048577", f"replay --seed {1 << 63}", "demo --temperature nan",
      "demo -c pipe.yaml --storage file", "demo -c link.yaml", "inspect --mac-key-file pipe empty",
+     "plan pipe", "plan - --nodes 65", "plan - --endurance nan", "plan /dev/zero",
      "verify --encryption-key-file /dev/zero dir", "dev-up redis --port 65536", "purge --yes link.yaml"],
 )  # fmt: skip
 def test_arguments_that_once_hung_or_raised_give_exit_code_2(line: str) -> None:

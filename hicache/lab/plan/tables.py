@@ -98,9 +98,8 @@ def break_even(plan: Plan) -> str | None:
     if point.read_bytes_per_s is None:
         return "break-even of L3: none, copies from host memory are slower than computing"
     reads = plan.setup.speeds.storage.read_bytes_per_s
-    prefix = "no prefix pays" if point.prefix_tokens is None else f"{point.prefix_tokens:,} tokens pay"
-    return (f"break-even of L3: {point.read_bytes_per_s / 1e9:.2f} GB/s; the store has {reads / 1e9:.2f} GB/s, "
-            f"{prefix}")  # fmt: skip
+    pays = "never pays" if point.prefix_tokens is None else f"pays from {point.prefix_tokens:,} tokens on"
+    return f"break-even of L3: {point.read_bytes_per_s / 1e9:.2f} GB/s; it reads {reads / 1e9:.2f} GB/s, {pays}"
 
 
 def format_duration(seconds: float | None) -> str:
