@@ -185,6 +185,7 @@ def test_pages_are_copied_from_host_only_if_that_is_faster_than_computing(bus: f
     trace = [request(i, [i % 2, 9 + i], tail=64, output=1) for i in range(3)]
     plan = plan_of(trace, 4, 100, 0, speeds=Speeds(compute=SLOW.compute, host_bytes_per_s=bus))
     assert (plan.tiers["host"].found_tokens, plan.tiers["host"].hit_tokens) == (512, hits)
+    assert plan.services["all"].hit_tokens == hits
 
 
 def test_a_prefix_below_the_threshold_is_not_read_from_storage() -> None:
@@ -192,6 +193,15 @@ def test_a_prefix_below_the_threshold_is_not_read_from_storage() -> None:
     for tail, hits in ((256, 0), (320, 256)):
         trace = [request(i, [i % 2], tail=tail, output=1) for i in range(4)]
         assert plan_of(trace, 0, 0, None).tiers["storage"].hit_tokens == 2 * hits
+
+
+def test_a_prefix_below_the_threshold_is_not_copied_from_host() -> None:
+    # Pages of 8 tokens: one is below `load_back_threshold_tokens`, two are above.
+    for tail, hits in ((16, 0), (24, 16)):
+        trace = [request(i, [i % 2], tail=tail, output=1) for i in range(4)]
+        plan = plan_of(trace, 0, 100, 0, page_size=8)
+        assert plan.tiers["host"].found_tokens == 2 * (tail - 8)
+        assert plan.tiers["host"].hit_tokens == 2 * hits
 
 
 def test_one_more_gib_is_worth_the_difference_of_two_plans() -> None:
