@@ -1,7 +1,7 @@
 """Writes the same requests to standard output as the request loggers of the engines do. For test_request_logs.py.
 
 Runs in its own process, because the engines configure the logging of the whole process: `python -m
-tests.engines.request_logs vllm text`.
+tests.engines.request_logs vllm text DEBUG`.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ PROMPTS = [list(range(100)), list(range(64)), [*range(64), 1, 2]]
 OUTPUT = [7, 8, 9]
 
 
-def log_vllm(form: str) -> None:
+def log_vllm(form: str, level: str) -> None:
     """Log prompts with an output, with a stream, and without an output."""
     from vllm.config.logging import LoggingConfig  # noqa: PLC0415
     from vllm.entrypoints.serve.utils.request_logger import RequestLogger  # noqa: PLC0415
     from vllm.logger import configure_logging  # noqa: PLC0415
     from vllm.sampling_params import SamplingParams  # noqa: PLC0415
 
-    configure_logging(LoggingConfig(log_level="INFO" if form == "info" else "DEBUG", formatter=form.replace("info", "text")))
+    configure_logging(LoggingConfig(log_level=level, formatter=form))
     logger = RequestLogger(max_log_len=None)
     for number, prompt in enumerate(PROMPTS):
         logger.log_inputs(f"r{number}", TEXT, prompt, None, SamplingParams(), None)
@@ -50,6 +50,6 @@ def log_sglang(form: str, level: int) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "vllm":
-        log_vllm(sys.argv[2])
+        log_vllm(sys.argv[2], sys.argv[3])
     else:
         log_sglang(sys.argv[2], int(sys.argv[3]))

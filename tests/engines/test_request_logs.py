@@ -32,7 +32,7 @@ def log_lines(engine: str, *arguments: str) -> list[bytes]:
 @pytest.mark.parametrize("form", ["text", "json"])
 def test_a_debug_log_of_vllm_becomes_a_trace(form: str) -> None:
     recorder = Recorder(64)
-    requests = list(recorder.requests(log_lines("vllm", form)))
+    requests = list(recorder.requests(log_lines("vllm", form, "DEBUG")))
     assert [request.input_length for request in requests] == [len(prompt) for prompt in PROMPTS]
     assert [request.hash_ids for request in requests] == BLOCKS
     assert [request.output_length for request in requests] == [len(OUTPUT), len(OUTPUT), 0]
@@ -41,7 +41,7 @@ def test_a_debug_log_of_vllm_becomes_a_trace(form: str) -> None:
 
 def test_an_info_log_of_vllm_is_rejected_with_the_level() -> None:
     with pytest.raises(InvalidInput, match=VLLM_LEVEL):
-        list(Recorder(64).requests(log_lines("vllm", "info")))
+        list(Recorder(64).requests(log_lines("vllm", "text", "INFO")))
 
 
 def test_a_json_log_of_sglang_at_level_3_becomes_a_trace() -> None:
