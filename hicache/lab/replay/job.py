@@ -9,8 +9,8 @@ from pathlib import Path
 
 from ...config import HiCacheConfig
 from ...errors import ConfigError
-from ..traces.synthetic import synthetic_trace
 from ..traces.request import TraceRequest
+from ..traces.synthetic import synthetic_trace
 from ..traces.trace import read_trace
 
 # A synthetic trace of this many requests fills and spills all three default tiers within a minute.

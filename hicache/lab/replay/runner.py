@@ -21,8 +21,8 @@ from ...errors import InvalidInput
 from ...geometry import KVLayout
 from ...keys import Namespace
 from ..engine import Engine, EngineOptions
-from ..traces.tokens import TokenSource
 from ..traces.request import TraceRequest
+from ..traces.tokens import TokenSource
 from .job import ReplayJob
 from .result import ReplayResult, Requests, Sample, Series, Setup
 from .stand_in import StandIn

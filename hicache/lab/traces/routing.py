@@ -96,10 +96,7 @@ class Router:
         ids, size, known = request.hash_ids, request.block_tokens, self._known
         new = next((i for i, block in enumerate(ids) if block not in known), len(ids))
         tail = self._tails.get(ids[new - 1]) if 0 < new < len(ids) else None
-        if tail is not None and request.input_length >= new * size + tail[1]:
-            node = tail[0]
-        else:
-            node = self._emptiest()
+        node = tail[0] if tail is not None and request.input_length >= new * size + tail[1] else self._emptiest()
         whole = request.whole_blocks
         if whole > new:
             self._tails[ids[whole - 1]] = node, request.input_length - whole * size + request.output_length
