@@ -44,11 +44,12 @@ def _reuse(plan: Plan) -> str:
         f"{TIER_NAMES[tier]} {format_share(use.found_tokens, traffic.reusable_tokens)}"
         for tier, use in plan.tiers.items()
     )
-    fetched = sum(use.hit_tokens for use in plan.tiers.values())
+    hits, found = (sum(getattr(use, name) for use in plan.tiers.values()) for name in ("hit_tokens", "found_tokens"))
+    refused = "" if hits == found else "; the others are too few or too slow to fetch"
     return (
         f"{traffic.reusable_tokens:,} of {traffic.prompt_tokens:,} prompt tokens "
         f"({format_share(traffic.reusable_tokens, traffic.prompt_tokens)}) can be reused. Of these, the tiers have: "
-        f"{parts}. {format_share(fetched, traffic.reusable_tokens)} are hits, because fetching them pays."
+        f"{parts}. {format_share(hits, traffic.reusable_tokens)} are hits{refused}."
     )
 
 
@@ -62,7 +63,7 @@ def _sizes(plan: Plan) -> Iterator[str]:
         where = " per node" if plan.setup.nodes > 1 and tier != "storage" else ""
         verdict = "a larger one adds little" if given is None or given.bytes >= enough.size.bytes else "it is smaller"
         yield (
-            f"{name} needs {format_size(enough.size.bytes)}{where} to find {ENOUGH_SHARE:.0%} of the "
+            f"{name} needs {format_size(enough.size.bytes)}{where} to find {100 * ENOUGH_SHARE:.0f} % of the "
             f"{plan.curves[tier].points[-1].found_tokens:,} tokens that this tier can add; {has}, so {verdict}."
         )
 
@@ -100,7 +101,10 @@ def _store(plan: Plan) -> Iterator[str]:
         return
     break_even = f"{point.read_bytes_per_s / 1e9:.2f} GB/s"
     if not point.is_above:
-        yield f"The store reads {speed}, below the break-even of {break_even}: computing is faster than reading."
+        yield (
+            f"The store reads {speed}, below the break-even of {break_even}: computing is faster than reading, so "
+            "the cache hardly reads or stores pages."
+        )
     elif point.prefix_tokens is None:
         yield (
             f"The store reads {speed}, above the break-even of {break_even}, but with its fixed time of "
@@ -118,6 +122,8 @@ def _wear(plan: Plan) -> Iterator[str]:
     through = known.get("write_through")
     if through is None or through.written_bytes_per_day is None:
         return
+    if plan.break_even is not None and not plan.break_even.is_above:
+        return  # the cache stores one run in sixteen only
     daily = f"write_through writes {format_size(through.written_bytes_per_day)} per day to L3"
     if through.years is None:
         yield f"{daily}."
@@ -149,7 +155,8 @@ def _routing(plan: Plan, fleet: Fleet) -> Iterator[str]:
         on_node = one.tiers["device"].found_tokens + one.tiers["host"].found_tokens
         text = (
             f"Routing {name} finds {format_share(on_node + one.tiers['storage'].found_tokens, prompt)} of prompt "
-            f"tokens, {format_share(on_node, prompt)} on the node; its busiest node serves {one.busiest_share:.1%}."
+            f"tokens, {format_share(on_node, prompt)} on the node; its busiest node serves "
+            f"{100 * one.busiest_share:.1f} %."
         )
         if name == fleet.best or given is None:
             yield text

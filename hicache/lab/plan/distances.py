@@ -9,9 +9,8 @@ Pages that were always used together are one *run*: a node of a radix tree over 
 made, and split where a later path leaves it. All runs that a request used and that no later request used share the
 request's time slot. They are a chain of the tree, because a run is never used without those before it, so the slot and
 the place in the path determine the order of pages. A Fenwick tree (Fenwick, Software: Practice and Experience 24(3),
-1994) over slots counts their pages. A use takes some microseconds for each run on its path.
-
-Figures: a million requests, see `tests/lab/plan/test_distances.py` for the exactness.
+1994) over slots counts their pages. A use takes about a microsecond for each run on its path, and some for each other
+request that used a part of it last.
 """
 
 from __future__ import annotations

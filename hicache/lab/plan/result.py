@@ -106,7 +106,7 @@ class Curve:
     """The found tokens of one tier over its size, by increasing size up to the footprint, while the other tiers keep
     theirs. The curve of L1 does not depend on other tiers. That of L2 counts pages that L1 lacks, that of L3 pages that
     L1 and L2 lack. `bends` are points of the curve after which a further byte adds far less, the strongest first: see
-    `curves.bends`. `enough` is the smallest size with `ENOUGH_SHARE` of the tokens of the last
+    `curves.bends`. `enough` is the smallest size with `curves.ENOUGH_SHARE` of the tokens of the last
     point, exactly; None if that has none."""
 
     points: tuple[Point, ...]
@@ -168,7 +168,7 @@ class Policy:
 class RoutingPlan:
     """The system with another routing. `busiest_share` is the share of all prompt tokens that the busiest node serves.
     `equal_storage` is the smallest L3 with which this routing finds as many tokens as the best routing does with the
-    given L3, None if it never does, and if the given L3 is enough the given size or less."""
+    given L3, None if it never does."""
 
     tiers: Mapping[str, TierUse]
     services: Mapping[str, Service]

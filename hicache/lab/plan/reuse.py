@@ -90,8 +90,11 @@ class _Columns:
 
 
 def reuse_of(requests: Requests, inputs: PlanInputs, routing: Routing, device_pages: int) -> Reuse:
-    """Read a trace and return its reuse. Takes about 100 microseconds for a request of 24 blocks, and 1.5 GB of memory
-    for a million requests. Raises InvalidInput for an empty trace, and as `PathSource` does."""
+    """Read a trace and return its reuse. On one node, a million requests of 27 blocks in conversations take 90 s of one
+    core and 1.2 GiB. Each of several nodes takes no more, but the stack of all requests takes as much again.
+
+    Raises InvalidInput for an empty trace, and as `PathSource` does.
+    """
     source = PathSource(inputs.page_size)
     router = Router(routing, inputs.nodes) if inputs.nodes > 1 else None
     stacks = [StackDistances(inputs.selective_hits) for _ in range(inputs.nodes)]

@@ -107,11 +107,11 @@ def format_duration(seconds: float | None) -> str:
     if seconds is None:
         return ""
     for unit, length_s in (("years", _YEAR_S), ("days", DAY_S), ("h", 3600.0), ("min", 60.0)):
-        if seconds >= length_s:
+        if abs(seconds) >= length_s:
             return f"{seconds / length_s:,.1f} {unit}"
     if not seconds:
         return "0 s"
-    return f"{seconds:.2f} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
+    return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def _filled(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

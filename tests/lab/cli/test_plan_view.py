@@ -127,7 +127,8 @@ def test_no_figure_is_cut_on_a_narrow_terminal() -> None:
 @pytest.mark.parametrize(
     ("seconds", "shown"),
     [(None, ""), (0.0, "0 s"), (0.000_25, "0.25 ms"), (0.25, "250 ms"), (59.0, "59.00 s"), (60.0, "1.0 min"),
-     (5400.0, "1.5 h"), (86_400.0 * 2, "2.0 days"), (86_400.0 * 365 * 1500, "1,500.0 years")],
+     (5400.0, "1.5 h"), (86_400.0 * 2, "2.0 days"), (-90.0, "-1.5 min"),
+     (86_400.0 * 365 * 1500, "1,500.0 years")],
 )  # fmt: skip
 def test_times_have_the_largest_unit_in_which_they_are_one(seconds: float | None, shown: str) -> None:
     assert format_duration(seconds) == shown

@@ -41,7 +41,7 @@ def test_the_reusable_tokens_are_divided_among_tiers() -> None:
     plan = plan_of(TURNS, 13, 4, None)
     assert plan.recommendation[0] == (
         "3,072 of 4,608 prompt tokens (66.7 %) can be reused. Of these, the tiers have: L1 device 50.0 %, "
-        "L2 host 25.0 %, L3 storage 25.0 %. 75.0 % are hits, because fetching them pays."
+        "L2 host 25.0 %, L3 storage 25.0 %. 75.0 % are hits; the others are too few or too slow to fetch."
     )
 
 
@@ -50,7 +50,7 @@ def test_a_size_is_compared_with_the_one_that_is_enough(device: int, verdict: st
     plan = plan_of(TURNS, device, 0, None)
     # 95 % of 48 pages need distances below 17, and 17 pages of 64 bytes are 1088 bytes.
     assert one_sentence(plan, "L1 device needs") == (
-        f"L1 device needs 1.1 KiB to find 95% of the 3,072 tokens that this tier can add; it has "
+        f"L1 device needs 1.1 KiB to find 95 % of the 3,072 tokens that this tier can add; it has "
         f"{format_size(device * 64)}, so {verdict}."
     )
 
@@ -110,6 +110,8 @@ def test_wear_is_reported_with_a_warning_below_five_years(years: float | None, s
     assert sentence in recommendation(plan)
     gentler = "write_back writes 50.0 % of these bytes, with 75.0 % of the hits."
     assert (gentler in recommendation(plan)) == (years is not None and years < 5)
+    slow = StorageBreakEven(read_bytes_per_s=4e9, is_above=False, prefix_tokens=None)
+    assert not has_sentence(replace(plan, break_even=slow), "write_through"), "the cache does not store"
 
 
 def test_routings_are_compared_with_the_best() -> None:
@@ -117,7 +119,7 @@ def test_routings_are_compared_with_the_best() -> None:
     assert plan.fleet is not None
     for name, one in plan.fleet.routings.items():
         sentence = one_sentence(plan, f"Routing {name} finds")
-        assert f"its busiest node serves {one.busiest_share:.1%}" in sentence
+        assert f"its busiest node serves {100 * one.busiest_share:.1f} %" in sentence
         assert ("more L3" in sentence or "as much as" in sentence) == (name != plan.fleet.best)
 
 

@@ -185,6 +185,7 @@ def test_pages_are_copied_from_host_only_if_that_is_faster_than_computing(bus: f
     trace = [request(i, [i % 2, 9 + i], tail=64, output=1) for i in range(3)]
     plan = plan_of(trace, 4, 100, 0, speeds=Speeds(compute=SLOW.compute, host_bytes_per_s=bus))
     assert (plan.tiers["host"].found_tokens, plan.tiers["host"].hit_tokens) == (512, hits)
+    assert plan.services["all"].hit_tokens == hits
 
 
 def test_a_prefix_below_the_threshold_is_not_read_from_storage() -> None:
@@ -194,10 +195,19 @@ def test_a_prefix_below_the_threshold_is_not_read_from_storage() -> None:
         assert plan_of(trace, 0, 0, None).tiers["storage"].hit_tokens == 2 * hits
 
 
+def test_a_prefix_below_the_threshold_is_not_copied_from_host() -> None:
+    # Pages of 8 tokens: one is below `load_back_threshold_tokens`, two are above.
+    for tail, hits in ((16, 0), (24, 16)):
+        trace = [request(i, [i % 2], tail=tail, output=1) for i in range(4)]
+        plan = plan_of(trace, 0, 100, 0, page_size=8)
+        assert plan.tiers["host"].found_tokens == 2 * (tail - 8)
+        assert plan.tiers["host"].hit_tokens == 2 * hits
+
+
 def test_one_more_gib_is_worth_the_difference_of_two_plans() -> None:
     trace = conversations(2)
     # With pages of 64 MiB, a GiB has 16.
-    speeds = Speeds(compute=ComputeSpeed(tokens_per_s=1), host_bytes_per_s=1e12)
+    speeds = Speeds(compute=ComputeSpeed(tokens_per_s=1, pairs_per_s=100), host_bytes_per_s=1e12)
     big: dict[str, Any] = {"model": ModelShape("big", 1 << 20), "speeds": speeds}
     given = {"device_bytes": 4 * GIB, "host_bytes": 6 * GIB, "storage_bytes": 20 * GIB}
     plan = plan_of(trace, 0, 0, 0, **{**big, **given})
@@ -207,8 +217,11 @@ def test_one_more_gib_is_worth_the_difference_of_two_plans() -> None:
         more = plan.more_gib[tier]
         assert more.tier_tokens == larger.tiers[tier].found_tokens - plan.tiers[tier].found_tokens
         assert more.saved_tokens == sum(use.hit_tokens for use in larger.tiers.values()) - hits
-        # A token takes a second to compute.
-        assert more.prefill_s_per_day == pytest.approx(more.saved_tokens * DAY_MS / trace[-1].timestamp_ms)
+        before_s, after_s = plan.services["all"].prefill_s, larger.services["all"].prefill_s
+        assert before_s is not None
+        assert after_s is not None
+        per_day = (before_s - after_s) * DAY_MS / trace[-1].timestamp_ms
+        assert more.prefill_s_per_day == pytest.approx(per_day, abs=1e-6 * before_s)
     assert plan.more_gib["storage"].saved_tokens > 0
 
 
