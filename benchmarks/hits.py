@@ -9,7 +9,7 @@ reference is all tokens seen before, since such a store can keep them. Also with
 of the rate at which pages are computed. It cannot keep all pages, so its reference is a replay without storage: a slow
 store must not cost hits of L1 and L2.
 
-The trace is not part of this project; docs/replay.md says where to get it. The goals apply to the public conversation
+The trace is not part of this project; docs/traces.md says where to get it. The goals apply to the public conversation
 trace. Without TRACE a synthetic trace is replayed, which has no goals. A ratio is ours : reference; goals are minimums,
 and for bytes maximums. Each row is the worst of its runs.
 """

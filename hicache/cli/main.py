@@ -33,7 +33,7 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "replay": ("hicache.lab.cli.replay:replay", "Replay a request trace through the cache and check every byte."),
     "serve": ("hicache.cli.serve:serve", "Run the storage daemon of this node."),
     "stat": ("hicache.cli.storage_view:stat", "Sum up a store: pages, bytes, ages, chains."),
-    "trace": ("hicache.lab.cli.trace:trace", "Generate a request trace, or describe one."),
+    "trace": ("hicache.lab.cli.trace:trace", "Generate or record a request trace, or describe one."),
     "trim": ("hicache.cli.storage:trim", "Shrink a store to a size, tails of old chains first."),
     "verify": ("hicache.cli.verify:verify", "Read every page of a store and report damage."),
 }

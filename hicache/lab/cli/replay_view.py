@@ -16,8 +16,9 @@ from ..replay.job import ReplayJob
 from ..replay.report import REASONS, WAY_NAMES, flattened_drops, ideal_rows
 from ..replay.result import TIER_NAMES, ReplayResult, Sample
 from ..replay.timing import SchedulerTimes
+from ..traces.formats import TraceFormat
+from ..traces.request import BLOCK_TOKENS, TraceRequest
 from ..traces.tokens import TokenSource
-from ..traces.trace import TraceRequest
 
 
 def progress_of(sample: Sample, job: ReplayJob) -> StepProgress:
@@ -89,37 +90,47 @@ def milliseconds(time_us: float) -> str:
     return f"{time_ms:,.{places}f}"
 
 
-def trace_facts(requests: Iterable[TraceRequest]) -> dict[str, Any]:
-    """Return facts about a trace. Raises InvalidInput for a trace without requests."""
+def trace_facts(form: TraceFormat, requests: Iterable[TraceRequest]) -> dict[str, Any]:
+    """Return facts about a trace of this format. Raises InvalidInput for a trace without requests."""
     source = TokenSource()
     prompts: list[int] = []
     outputs: list[int] = []
     blocks: set[int] = set()
-    seen, end_ms = 0, 0.0
+    sessions: set[int] = set()
+    seen, end_ms, block_tokens = 0, 0.0, BLOCK_TOKENS
     for request in requests:
         seen += source.take(request).seen_tokens
         prompts.append(request.input_length)
         outputs.append(request.output_length)
         blocks.update(request.hash_ids)
+        if request.session is not None:
+            sessions.add(request.session)
+        block_tokens = request.block_tokens
         end_ms = max(end_ms, request.timestamp_ms)
     if not prompts:
         raise InvalidInput("trace: is empty; use a trace with at least one request")
     return {
+        "format": form,
         "requests": len(prompts),
         "duration_s": end_ms / 1000,
         **{name: {"sum": sum(lengths), "median": statistics.median(lengths), "max": max(lengths)}
            for name, lengths in (("prompt_tokens", prompts), ("output_tokens", outputs))},
+        "block_tokens": block_tokens,
         "blocks": len(blocks),
+        "sessions": len(sessions),
         "seen_prompt_tokens": seen,
     }  # fmt: skip
 
 
 def facts_lines(facts: Mapping[str, Any]) -> Iterator[str]:
     """Yield the result of `trace_facts` as text."""
+    yield f"format              {facts['format']}"
     yield f"requests            {facts['requests']:,} within {facts['duration_s']:,.0f} s"
     for name in ("prompt tokens", "output tokens"):
         found = facts[name.replace(" ", "_")]
         yield f"{name:19} {found['sum']:,}, median {found['median']:,.0f}, longest {found['max']:,}"
-    yield f"blocks of 512       {facts['blocks']:,} different ones"
+    yield f"{'blocks of ' + str(facts['block_tokens']):19} {facts['blocks']:,} different ones"
+    if facts["sessions"]:
+        yield f"sessions            {facts['sessions']:,}"
     seen = facts["seen_prompt_tokens"]
     yield f"seen before         {seen:,} prompt tokens, {format_share(seen, facts['prompt_tokens']['sum'])}"

@@ -21,7 +21,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from ...errors import InvalidInput
-from .trace import BLOCK_TOKENS, REQUESTS_MAX, TraceRequest
+from .request import BLOCK_TOKENS, TraceRequest
+from .trace import REQUESTS_MAX
 
 # The sigma of log-normal lengths: with 0.8, the 99th percentile is six times the median.
 _SIGMA = 0.8

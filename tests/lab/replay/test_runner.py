@@ -15,9 +15,9 @@ from hicache.keys import RadixKey
 from hicache.lab.replay.job import ReplayJob
 from hicache.lab.replay.runner import Replay, namespace_of, start
 from hicache.lab.replay.timing import Call
+from hicache.lab.traces.request import TraceRequest
 from hicache.lab.traces.synthetic import synthetic_trace
 from hicache.lab.traces.tokens import TokenSource
-from hicache.lab.traces.trace import TraceRequest
 from tests.lab.replay.world import go, job, request, rounds, small_config, started, tiers
 from tests.seeds import seeds
 

@@ -11,7 +11,8 @@ from hicache.cache import HiRadixCache
 from hicache.config import HiCacheConfig, load_config
 from hicache.lab.replay.job import ReplayJob
 from hicache.lab.replay.runner import Replay, start
-from hicache.lab.traces.trace import BLOCK_TOKENS, TraceRequest, write_trace
+from hicache.lab.traces.request import BLOCK_TOKENS, TraceRequest
+from hicache.lab.traces.trace import write_trace
 
 WAIT_S = 20.0
 

@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.errors import InvalidInput
-from hicache.lab.traces.trace import LINE_BYTES_MAX, TIMESTAMP_MS_MAX, TraceRequest, as_line, read_trace, write_trace
+from hicache.lab.traces.request import TIMESTAMP_MS_MAX, TraceRequest
+from hicache.lab.traces.trace import LINE_BYTES_MAX, as_line, read_trace, write_trace
 
 LINE = '{"timestamp": 27482, "input_length": 1955, "output_length": 52, "hash_ids": [46, 47, 48, 2353]}'
 GOOD: dict[str, Any] = json.loads(LINE)
