@@ -93,7 +93,8 @@ class _ReplayCommand(click.Command):
               help="Requests in the queue, whose pages are prefetched.")  # fmt: skip
 @click.option("--processes", type=click.IntRange(1, 64), default=1, show_default=True,
               help="Engines on one store, each with its own tiers and a part of the requests.")  # fmt: skip
-@click.option("--routing", type=click.Choice(list(Routing)), default=Routing.ROTATE, show_default=True,
+@click.option("--routing", type=click.Choice([one.value for one in Routing]), default=Routing.ROTATE.value,
+              show_default=True, callback=lambda ctx, param, value: Routing(value),
               help="With --processes: how requests are divided.")  # fmt: skip
 @click.option("--whole-trace-each", is_flag=True, help="With --processes: each engine replays all requests.")
 @click.option("--device", default="cpu", show_default=True, help="Device of L1: cpu, cuda, cuda:1, ...")
