@@ -1,0 +1,129 @@
+"""The sentences of a recommendation: by clear rules, with the numbers that they rest on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hicache.lab.plan.advice import recommendation
+from hicache.lab.plan.result import Plan, Policy, StorageBreakEven
+from hicache.lab.speeds import ComputeSpeed, Speeds
+from hicache.lab.traces.routing import Routing
+from hicache.units import format_size
+from tests.lab.plan.world import conversations, plan_of
+from tests.lab.replay.world import request
+
+SPEEDS = Speeds(compute=ComputeSpeed(tokens_per_s=1000))
+# Two prompts of 9 pages in turn, four times. They share nothing; 8 pages of each are reused 3 times.
+TURNS = [request(i, [2 * (i % 2), 2 * (i % 2) + 1], tail=64, output=1, at_ms=1000 * i) for i in range(8)]
+
+
+def one_sentence(plan: Plan, part: str) -> str:
+    """The only sentence with this part."""
+    (found,) = [sentence for sentence in recommendation(plan) if part in sentence]
+    return found
+
+
+def has_sentence(plan: Plan, part: str) -> bool:
+    """True if a sentence has this part."""
+    return any(part in sentence for sentence in recommendation(plan))
+
+
+def test_a_trace_without_reuse_needs_no_tier() -> None:
+    plan = plan_of([request(i, [i], output=1) for i in range(4)], 10, 10, 10)
+    assert plan.recommendation[0] == "None of the 2,048 prompt tokens can be reused: no tier is worth its memory."
+    assert not has_sentence(plan, "needs")
+
+
+def test_the_reusable_tokens_are_divided_among_tiers() -> None:
+    # 6 of 8 requests find 8 pages, at distances 9 to 16: L1 has 4 pages of each, L2 reaches 15 pages, so 2 more.
+    plan = plan_of(TURNS, 13, 4, None)
+    assert plan.recommendation[0] == (
+        "3,072 of 4,608 prompt tokens (66.7 %) can be reused. Of these, the tiers have: L1 device 50.0 %, "
+        "L2 host 25.0 %, L3 storage 25.0 %. 75.0 % are hits; the others are too few or too slow to fetch."
+    )
+
+
+@pytest.mark.parametrize(("device", "verdict"), [(10, "it is smaller"), (17, "a larger one adds little")])
+def test_a_size_is_compared_with_the_one_that_is_enough(device: int, verdict: str) -> None:
+    plan = plan_of(TURNS, device, 0, None)
+    # 95 % of 48 pages need distances below 17, and 17 pages of 64 bytes are 1088 bytes.
+    assert one_sentence(plan, "L1 device needs") == (
+        f"L1 device needs 1.1 KiB to find 95 % of the 3,072 tokens that this tier can add; it has "
+        f"{format_size(device * 64)}, so {verdict}."
+    )
+
+
+def test_a_tier_that_adds_nothing_is_named() -> None:
+    plan = plan_of(TURNS, 100, 0, None)
+    assert has_sentence(plan, "L3 storage finds nothing at any size that faster tiers lack.")
+
+
+def test_the_next_gib_is_best_spent_where_it_saves_the_most_computing() -> None:
+    plan = plan_of(TURNS, 0, 0, 0, speeds=SPEEDS)
+    # A GiB has room for everything. With L1 it saves 3,072 tokens in 7 seconds: 3.072 s in 7 s.
+    assert one_sentence(plan, "next GiB") == (
+        "The next GiB saves most on L1 device: 3,072 tokens of the trace, or 37,917 s of computing per day."
+    )
+    assert not has_sentence(plan_of(TURNS, 100, 0, None, speeds=SPEEDS), "next GiB")
+
+
+def test_times_are_compared_with_and_without_tiers() -> None:
+    plan = plan_of(TURNS, 100, 0, 0, speeds=SPEEDS)
+    assert one_sentence(plan, "time to first token") == (
+        "The mean time to first token without queues is 0.576 s without a cache, 0.192 s with L1, 0.192 s with L1 and "
+        "L2, and 0.192 s with all tiers. Computing takes 2 s instead of 5 s."
+    )
+    assert not has_sentence(plan_of(TURNS, 100, 0, 0), "time to first token")
+
+
+@pytest.mark.parametrize(
+    ("point", "part"),
+    [
+        (StorageBreakEven(read_bytes_per_s=1e9, is_above=True, prefix_tokens=640), "fetching a prefix pays from 640"),
+        (StorageBreakEven(read_bytes_per_s=1e9, is_above=True, prefix_tokens=None), "fixed time of 100 us per page"),
+        (StorageBreakEven(read_bytes_per_s=4e9, is_above=False, prefix_tokens=None), "below the break-even of 4.00 GB"),
+        (StorageBreakEven(read_bytes_per_s=None, is_above=False, prefix_tokens=None), "No store pays"),
+    ],
+)
+def test_the_store_is_compared_with_its_break_even(point: StorageBreakEven, part: str) -> None:
+    assert has_sentence(replace(plan_of(TURNS, 1, 1, None), break_even=point), part)
+
+
+def written(pages: int, years: float | None) -> Policy:
+    """A policy that writes so much."""
+    hits = {"device": 100, "host": 0, "storage": pages}
+    return Policy(hit_tokens=hits, written_bytes=pages, written_bytes_per_day=1024.0, years=years)
+
+
+@pytest.mark.parametrize(
+    ("years", "sentence"),
+    [(None, "write_through writes 1.0 KiB per day to L3."),
+     (6.0, "write_through writes 1.0 KiB per day to L3, which wears its disks in 6.0 years."),
+     (4.9, "write_through writes 1.0 KiB per day to L3, which wears its disks in only 4.9 years."),
+     (0.01, "write_through writes 1.0 KiB per day to L3, which wears its disks in only 3.6 days.")],
+)  # fmt: skip
+def test_wear_is_reported_with_a_warning_below_five_years(years: float | None, sentence: str) -> None:
+    policies = {"write_through": written(100, years), "write_back": written(50, years)}
+    plan = replace(plan_of(TURNS, 1, 1, None), policies=policies)
+    assert sentence in recommendation(plan)
+    gentler = "write_back writes 50.0 % of these bytes, with 75.0 % of the hits."
+    assert (gentler in recommendation(plan)) == (years is not None and years < 5)
+    slow = StorageBreakEven(read_bytes_per_s=4e9, is_above=False, prefix_tokens=None)
+    assert not has_sentence(replace(plan, break_even=slow), "write_through"), "the cache does not store"
+
+
+def test_routings_are_compared_with_the_best() -> None:
+    plan = plan_of(conversations(3), 60, 60, 300, nodes=3, routing=Routing.PREFIX)
+    assert plan.fleet is not None
+    for name, one in plan.fleet.routings.items():
+        sentence = one_sentence(plan, f"Routing {name} finds")
+        assert f"its busiest node serves {100 * one.busiest_share:.1f} %" in sentence
+        assert ("more L3" in sentence or "as much as" in sentence) == (name != plan.fleet.best)
+
+
+def test_unknowns_say_what_a_plan_leaves_out() -> None:
+    unknowns = " ".join(plan_of(TURNS, 1, 1, 1).unknowns)
+    for part in ("prompts of this trace", "least recently used", "queues", "overlap"):
+        assert part in unknowns
