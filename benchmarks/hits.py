@@ -1,6 +1,8 @@
 """The share of possible hits that are hits: replays beside ideal caches of the same total size.
 
-    python -m benchmarks.hits [TRACE] [--runs N] [--only policies|sizes]
+    python -m benchmarks.hits [TRACE] [--only policies|sizes]
+
+Replays are in virtual time, so each one has one answer, which the machine and its load do not change.
 
 *Policies*: the default configuration of `hicache replay` (three small tiers, files) under each write policy. The
 reference is the hit tokens of an ideal LRU (`lab/replay/ideal.py`). A selective policy should write fewer bytes.
@@ -11,7 +13,7 @@ store must not cost hits of L1 and L2.
 
 The trace is not part of this project; docs/traces.md says where to get it. The goals apply to the public conversation
 trace. Without TRACE a synthetic trace is replayed, which has no goals. A ratio is ours : reference; goals are minimums,
-and for bytes maximums. Each row is the worst of its runs.
+and for bytes maximums.
 """
 
 from __future__ import annotations
@@ -21,14 +23,11 @@ import json
 import subprocess
 import sys
 import tempfile
-import threading
-import time
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from hicache.backends.memory import MemoryDriver
-from hicache.backends.pages import PageWrites
-from hicache.frame import FrameCodec
+from hicache.cli.model_shapes import PRESETS
+from hicache.frame import frame_bytes
 from hicache.lab.replay.result import TIERS
 
 from ._table import Row, print_table
@@ -38,7 +37,7 @@ Report: TypeAlias = "dict[str, Any]"
 PAGE_SIZE = 64
 # By name: the settings, and the minimum share of an ideal LRU. Half of all possible hits are second uses. A policy that
 # waits for the second use misses them, so it has no goal without a share of first uses.
-POLICIES: dict[str, tuple[dict[str, object], float | None]] = {
+POLICIES: dict[str, tuple[dict[str, Any], float | None]] = {
     "write_through": ({"write_policy": "write_through"}, 0.98),
     "write_back": ({"write_policy": "write_back"}, 0.98),
     "selective": ({"write_policy": "write_through_selective"}, None),
@@ -52,33 +51,20 @@ DEVICE_TOKENS = 1 << 19
 HOSTS = {"twice": 2 * DEVICE_TOKENS, "half": DEVICE_TOKENS // 2, "an eighth": DEVICE_TOKENS // 8}
 SIZE_GOAL = 0.95
 PREFILL_TOKENS_PER_S = 250_000
-SLOW_PAGES_PER_S = PREFILL_TOKENS_PER_S / PAGE_SIZE / 4
+FRAME_BYTES = frame_bytes(PRESETS["tiny"].geometry(PAGE_SIZE).payload_bytes)
+# The store writes pages at a quarter of the rate at which they are computed.
+SLOW = f"write={PREFILL_TOKENS_PER_S // PAGE_SIZE // 4 * FRAME_BYTES}B/s"
 
 
-class SlowWrites(MemoryDriver):
-    """A store in memory that writes `pages_per_s` pages per second over all calls, and reads immediately."""
-
-    def __init__(self, codec: FrameCodec, pages_per_s: float) -> None:
-        super().__init__()
-        self._page_s = 1 / pages_per_s
-        self._line = threading.Lock()
-
-    def write(self, pages: PageWrites) -> None:
-        """See Driver. Pages that are already stored take no time."""
-        missing = self.find(pages.codec.namespace, pages.keys, 0.0).count(False)
-        with self._line:
-            time.sleep(missing * self._page_s)
-        super().write(pages)
-
-
-def replayed(trace: str | None, requests: int, **entries: object) -> Report:
-    """Run one `hicache replay` in a separate process and return its report. `entries` are configuration entries, with
-    two underscores for each dot. If it failed or found a wrong byte, the benchmark ends and prints its output."""
+def replayed(trace: str | None, requests: int, speeds: str = "", **entries: object) -> Report:
+    """Run one `hicache replay --virtual` in a separate process and return its report. `entries` are configuration
+    entries, with two underscores for each dot. If it failed, the benchmark ends and prints its output."""
     settings = [f"{name.replace('__', '.')}={value}" for name, value in entries.items()]
     with tempfile.TemporaryDirectory(prefix="hicache-bench-") as folder:
         file = Path(folder) / "report.json"
         ended = subprocess.run(
             [sys.executable, "-m", "hicache", "replay", *([trace] if trace else []), "--requests", str(requests),
+             "--virtual", *(["--storage", speeds] if speeds else []),
              "--prefill-rate", str(PREFILL_TOKENS_PER_S), "--json", str(file),
              *(part for setting in settings for part in ("--set", setting))],
             capture_output=True, text=True, check=False,
@@ -94,11 +80,6 @@ def hit_tokens(report: Report) -> int:
     return sum(report["tokens"]["hits"].values())
 
 
-def worst(trace: str | None, runs: int, requests: int, **entries: object) -> Report:
-    """Return the report with the fewest hits of `runs` replays."""
-    return min((replayed(trace, requests, **entries) for _ in range(runs)), key=hit_tokens)
-
-
 def hits_row(what: str, report: Report, reference_tokens: int, goal: float | None) -> Row:
     """Return a row of our hits beside the reference's; the hits of each tier are added to the label `what`."""
     ours, hits = hit_tokens(report), report["tokens"]["hits"]
@@ -107,11 +88,11 @@ def hits_row(what: str, report: Report, reference_tokens: int, goal: float | Non
     return Row(f"{what} ({by_tier})", f"{ours:,}", f"{reference_tokens:,}", ratio, goal)
 
 
-def policy_rows(trace: str | None, runs: int) -> list[Row]:
+def policy_rows(trace: str | None) -> list[Row]:
     """Return rows of three small tiers under each write policy."""
     rows, most_bytes = [], 0
     for policy, (settings, goal) in POLICIES.items():
-        report = worst(trace, runs, POLICY_REQUESTS, **settings)
+        report = replayed(trace, POLICY_REQUESTS, **settings)
         rows.append(
             hits_row(f"{policy}, of an ideal LRU", report, report["ideal"]["lru_tokens"], goal if trace else None)
         )
@@ -123,16 +104,15 @@ def policy_rows(trace: str | None, runs: int) -> list[Row]:
     return rows
 
 
-def size_rows(trace: str | None, runs: int) -> list[Row]:
+def size_rows(trace: str | None) -> list[Row]:
     """Return rows of a large L1 over each size of L2, with a fast store, a slow store, and without a store."""
-    rows, slow = [], {"storage__type": f"{__package__}.hits:SlowWrites",
-                      "storage__options__pages_per_s": SLOW_PAGES_PER_S}  # fmt: skip
+    rows = []
     for name, host_tokens in HOSTS.items():
-        tiers = {"device__tokens": DEVICE_TOKENS, "host__tokens": host_tokens}
-        fast = worst(trace, runs, SIZE_REQUESTS, **tiers, storage__type="memory")
+        tiers: dict[str, Any] = {"device__tokens": DEVICE_TOKENS, "host__tokens": host_tokens}
+        fast = replayed(trace, SIZE_REQUESTS, **tiers, storage__type="memory")
         seen = fast["tokens"]["seen"]
         rows.append(hits_row(f"L2 {name}, of all seen before", fast, seen, SIZE_GOAL if trace else None))
-        slowed = worst(trace, runs, SIZE_REQUESTS, **tiers, **slow)
+        slowed = replayed(trace, SIZE_REQUESTS, SLOW, **tiers, storage__type="memory")
         rows.append(hits_row(f"L2 {name}, slow store, of all seen before", slowed, seen, None))
         alone = hit_tokens(replayed(trace, SIZE_REQUESTS, **tiers, storage="null"))
         rows.append(hits_row(f"L2 {name}, slow store, of no store", slowed, alone, 1.0 if trace else None))
@@ -143,13 +123,12 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description="Hits of replays beside ideal caches")
     parser.add_argument("trace", nargs="?", help="the public conversation trace (default: a synthetic one, no goals)")
-    parser.add_argument("--runs", type=int, default=3, help="replays of each case, the worst of which is shown")
     parser.add_argument("--only", choices=("policies", "sizes"), help="one of the two tables")
     options = parser.parse_args()
     if options.only != "sizes":
-        print_table("Hit tokens (L1 + L2 + storage) of three small tiers", policy_rows(options.trace, options.runs))
+        print_table("Hit tokens (L1 + L2 + storage) of three small tiers", policy_rows(options.trace))
     if options.only != "policies":
-        print_table("Hit tokens (L1 + L2 + storage) of a large L1", size_rows(options.trace, options.runs))
+        print_table("Hit tokens (L1 + L2 + storage) of a large L1", size_rows(options.trace))
 
 
 if __name__ == "__main__":

@@ -29,6 +29,7 @@ from ..replay.job import SYNTHETIC_REQUESTS, ReplayJob
 from ..replay.report import html_report
 from ..replay.result import ReplayResult, Sample, samples_csv
 from ..speeds import Speeds
+from ..traces.routing import Routing
 from ..traces.trace import REQUESTS_MAX, line_count
 from .replay_diff import diff
 from .replay_view import print_summary, progress_of
@@ -89,7 +90,10 @@ class _ReplayCommand(click.Command):
 @click.option("--waiting-max", type=click.IntRange(1, QUEUE_MAX), default=8, show_default=True,
               help="Requests in the queue, whose pages are prefetched.")  # fmt: skip
 @click.option("--processes", type=click.IntRange(1, 64), default=1, show_default=True,
-              help="Engines on one store, each with its own tiers and every N-th request.")  # fmt: skip
+              help="Engines on one store, each with its own tiers and a part of the requests.")  # fmt: skip
+@click.option("--routing", type=click.Choice([one.value for one in Routing]), default=Routing.ROTATE.value,
+              show_default=True, callback=lambda ctx, param, value: Routing(value),
+              help="With --processes: how requests are divided.")  # fmt: skip
 @click.option("--whole-trace-each", is_flag=True, help="With --processes: each engine replays all requests.")
 @click.option("--device", default="cpu", show_default=True, help="Device of L1: cpu, cuda, cuda:1, ...")
 @click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the report as JSON; - is standard output.")

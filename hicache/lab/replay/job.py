@@ -11,6 +11,7 @@ from ...config import HiCacheConfig
 from ...errors import ConfigError
 from ..speeds import Speeds
 from ..traces.request import TraceRequest
+from ..traces.routing import Routing
 from ..traces.synthetic import synthetic_trace
 from ..traces.trace import read_trace
 
@@ -56,6 +57,7 @@ class ReplayJob:
     speed_up: float | None = None
     process: int = 0
     processes: int = 1
+    routing: Routing = Routing.ROTATE
     whole_trace_each: bool = False
 
     def __post_init__(self) -> None:
@@ -70,10 +72,6 @@ class ReplayJob:
     def request_count(self) -> int | None:
         """The largest possible number of requests of the trace, or None if it is unknown before the end."""
         return (self.requests or SYNTHETIC_REQUESTS) if self.trace is None else self.requests
-
-    def is_mine(self, request: TraceRequest) -> bool:
-        """True if this process replays `request`. It only records all other requests."""
-        return self.whole_trace_each or request.index % self.processes == self.process
 
     def requests_of_trace(self) -> Iterator[TraceRequest]:
         """Yield the requests of the trace. Raises InvalidInput as `read_trace` does, while the trace is read."""

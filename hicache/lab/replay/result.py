@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ..speeds import Speeds
+from ..traces.routing import Routing
 from .timing import Latency, SchedulerTimes, merged_latency
 
 # The names of tiers for people.
@@ -57,6 +58,7 @@ class Setup:
     storage_capacity_bytes: int | None
     storage_pages: int | None
     processes: int
+    routing: Routing
     whole_trace_each: bool
     speed_up: float | None
     running_max: int

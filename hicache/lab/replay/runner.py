@@ -23,6 +23,7 @@ from ...geometry import KVLayout
 from ...keys import Namespace
 from ..engine import Engine, EngineOptions
 from ..traces.request import TraceRequest
+from ..traces.routing import Router
 from ..traces.tokens import TokenSource
 from .job import ReplayJob
 from .result import ReplayResult, Requests, Sample, Series, Setup
@@ -57,6 +58,7 @@ class Replay:
         self._trace = job.requests_of_trace()
         self._next = next(self._trace, None)
         self._source = TokenSource()
+        self._router = Router(job.routing, job.processes)
         self._clock = clock
         self._start_s = self._end_s = clock()
 
@@ -124,7 +126,8 @@ class Replay:
 
     def _submit(self, traced: TraceRequest) -> None:
         prompt = self._source.take(traced)
-        if not self.job.is_mine(traced):
+        is_mine = self._router.route(traced) == self.job.process
+        if not (is_mine or self.job.whole_trace_each):
             return
         if traced.kv_tokens > self.model.context_tokens:
             self.too_long += 1
@@ -270,6 +273,7 @@ def _setup(job: ReplayJob, cache: TreeCache, state: CacheStatistics) -> Setup:
         storage_capacity_bytes=None if usage is None else usage.capacity_bytes,
         storage_pages=None if usage is None else _pages_in(usage, state.host.page_bytes),
         processes=job.processes,
+        routing=job.routing,
         whole_trace_each=job.whole_trace_each,
         speed_up=job.speed_up,
         running_max=job.running_max,

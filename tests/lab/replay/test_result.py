@@ -20,6 +20,7 @@ from hicache.lab.replay.result import (
     merged_samples,
 )
 from hicache.lab.replay.timing import CallTotal, Histogram, Latency, SchedulerTimes
+from hicache.lab.traces.routing import Routing
 
 
 def latency(*values_us: int) -> Latency:
@@ -41,7 +42,8 @@ def example(**changes: object) -> ReplayResult:
         setup=Setup(
             trace="some <trace>.jsonl", model="tiny", page_size=64, kv_bytes_per_token=128, device_pages=100,
             device_page_bytes=8192, host_pages=200, host_page_bytes=12288, storage="file",
-            storage_capacity_bytes=1 << 30, storage_pages=87381, processes=1, whole_trace_each=False, speed_up=None,
+            storage_capacity_bytes=1 << 30, storage_pages=87381, processes=1, routing=Routing.ROTATE,
+            whole_trace_each=False, speed_up=None,
             running_max=32, waiting_max=32, prefill_tokens_max=8192, prefill_tokens_per_s=1000.0,
         ),
         complete=True,
