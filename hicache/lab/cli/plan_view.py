@@ -18,6 +18,7 @@ from ..plan.tables import (
     routing_table,
     service_table,
     tier_table,
+    unbroken,
 )
 
 LINES_MAX = 50
@@ -37,15 +38,20 @@ def plan_lines(plan: Plan, width: int) -> list[str]:
     for columns, rows in (tier_table(plan), service_table(plan), policy_table(plan), routing_table(plan)):
         if rows:
             lines += ["", *table(columns, rows, width=width)]
-    text_width = min(width, _TEXT_WIDTH_MAX)
     notes = [break_even(plan), *(f"Left out: {missing}." for missing in left_out(plan))]
-    lines += ["", *(line for note in notes if note is not None for line in textwrap.wrap(note, text_width))]
-    unknowns = textwrap.wrap(f"Not known: {' '.join(plan.unknowns)}", text_width)
-    advice = [line for sentence in plan.recommendation
-              for line in textwrap.wrap(sentence, text_width, initial_indent="- ", subsequent_indent="  ")]  # fmt: skip
+    lines += ["", *(line for note in notes if note is not None for line in _wrapped(note, width))]
+    unknowns = _wrapped(f"Not known: {' '.join(plan.unknowns)}", width)
+    advice = [line for sentence in plan.recommendation for line in _wrapped(sentence, width, "- ", "  ")]
     if len(lines) + len(advice) + len(unknowns) > LINES_MAX:
-        advice = textwrap.wrap(f"Recommendation: {' '.join(plan.recommendation)}", text_width)
+        advice = _wrapped(f"Recommendation: {' '.join(plan.recommendation)}", width)
     return [*lines, *advice, *unknowns]
+
+
+def _wrapped(text: str, width: int, first: str = "", others: str = "") -> list[str]:
+    lines = textwrap.wrap(
+        unbroken(text), min(width, _TEXT_WIDTH_MAX), initial_indent=first, subsequent_indent=others
+    )
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
 
 
 def titles(plan: Plan) -> Iterator[str]:

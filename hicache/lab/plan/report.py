@@ -20,6 +20,7 @@ from .tables import (
     routing_table,
     service_table,
     tier_table,
+    unbroken,
 )
 
 # Ticks of sizes are powers of this number: about seven for a curve over four powers of ten. More do not fit.
@@ -72,7 +73,7 @@ def _subtitle(plan: Plan) -> str:
 
 
 def _sentences(sentences: tuple[str, ...]) -> str:
-    return "<ul>" + "".join(f"<li>{escape(sentence)}</li>" for sentence in sentences) + "</ul>"
+    return "<ul>" + "".join(f"<li>{escape(unbroken(sentence))}</li>" for sentence in sentences) + "</ul>"
 
 
 def _tiles(plan: Plan) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
@@ -112,6 +113,11 @@ def format_duration(seconds: float | None) -> str:
     if not seconds:
         return "0 s"
     return f"{seconds:.2f} s" if abs(seconds) >= 1 else f"{1000 * seconds:.3g} ms"
+
+
+def unbroken(text: str) -> str:
+    """Return text with a no-break space after each number, which keeps the number and its unit on one line."""
+    return re.sub(r"(?<=\d) ", "\N{NO-BREAK SPACE}", text)
 
 
 def _filled(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:

@@ -117,6 +117,13 @@ def test_a_long_plan_fits_on_one_screen() -> None:
     assert text.replace("\n", " ").count(sentence) == 12
 
 
+def test_a_number_and_its_unit_are_on_one_line() -> None:
+    sentence = "The next GiB saves most on L2 host, 47,552 tokens of the trace, or as computing 62 s per day."
+    for width in range(70, 100):
+        text = screen(example(recommendation=(sentence,)), width)
+        assert "47,552 tokens" in text and "62 s" in text and "\N{NO-BREAK SPACE}" not in text, width
+
+
 def test_no_figure_is_cut_on_a_narrow_terminal() -> None:
     lines = screen(example(fleet=fleet()), 60).splitlines()
     assert max(map(len, lines)) <= 60
