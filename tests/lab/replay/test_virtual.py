@@ -278,3 +278,15 @@ def test_what_cannot_run_without_bytes_is_refused_with_the_change_to_make(tmp_pa
     assert "remove them" in refused(checked)
     assert "use one store" in refused(load_config(ready_file("file-over-shared-files"), environ={}))
     assert "lower host.size" in refused(small_config(host=1 << 40))  # 192 TiB of frames: more than an address has bits
+
+
+def test_a_replay_that_is_stopped_reports_whole_steps(tmp_path: Path) -> None:
+    """Its engines are in the middle of their forwards then."""
+    one = job(tmp_path, rounds(40, 2), small_config(), speeds=fast(), decode_step_s=0.3, processes=2, virtual=True)
+    engines = VirtualEngines(one)
+    samples = engines.run()
+    for _ in range(30):
+        next(samples)
+    result = engines.result()
+    assert not result.complete and 0 < result.requests.ended < 80
+    assert result.requests.unfinished > 0

@@ -62,6 +62,7 @@ class VirtualEngines:
         self._replays = [VirtualReplay(_cache(one, self._clock, table), one, self._clock) for one in jobs]
         self._latest: dict[int, Sample] = {}
         self._running = 0
+        self._is_stopped = False
 
     def run(self) -> Iterator[Sample]:
         """See InProcess."""
@@ -76,10 +77,15 @@ class VirtualEngines:
     def _run(self, number: int, replay: VirtualReplay) -> None:
         for sample in replay.run():
             self._latest[number] = sample
+            if self._is_stopped:
+                break
         self._running -= 1
 
     def result(self) -> ReplayResult:
-        """See InProcess."""
+        """See InProcess. Ends the steps in progress first: in the middle of one, the counts do not add up."""
+        self._is_stopped = True
+        while self._running:
+            self._clock.sleep(SAMPLE_EVERY_S)
         result: ReplayResult = merged([one.result() for one in self._replays])
         return result
 

@@ -81,6 +81,11 @@ class Table:
         if self._pages_max is not None:
             self.order.add(key, parent)
 
+    def use(self, keys: Sequence[bytes]) -> None:
+        """Count pages, head first, as used now."""
+        if self._pages_max is not None:
+            self.order.use(keys)
+
     def discard(self, key: bytes) -> None:
         """Remove a page."""
         self.keys.discard(key)
@@ -115,13 +120,13 @@ class TableDriver:
                     hits.append(key)
                 else:
                     pages.miss(position)
-        table.order.use(hits)
+        table.use(hits)
 
     def write(self, pages: PageWrites) -> None:
         """See Driver. Rejects the tail of a batch that does not fit; its head stays."""
         table, keys = self.table, pages.keys
         since = table.order.now()
-        table.order.use([*(parent for parent in pages.parents[:1] if parent), *keys])
+        table.use([*(parent for parent in pages.parents[:1] if parent), *keys])
         for start in range(0, len(keys), table.speed.parallel):
             if pages.is_late:
                 break
@@ -132,7 +137,7 @@ class TableDriver:
                     pages.present(position)
                 elif not pages.is_full:
                     self._write(pages, position, since)
-        table.order.use(keys)
+        table.use(keys)
 
     def _write(self, pages: PageWrites, position: int, since: int) -> None:
         evicted = self.table.make_room(since)
@@ -148,7 +153,7 @@ class TableDriver:
     def touch(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """See Touches."""
         self.table.clock.sleep(self.table.speed.fixed_s)
-        self.table.order.use(keys)
+        self.table.use(keys)
         return [key in self.table.keys for key in keys]
 
     def remove(
