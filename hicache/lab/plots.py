@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 760, 280
-LEFT, RIGHT, TOP, BOTTOM = 72, 16, 12, 46
+LEFT, RIGHT, TOP, BOTTOM = 84, 16, 12, 46
 # The height of a row of text above a figure; phones show larger letters.
 MARK_HEIGHT = 20
 # With room for the larger letters of phones.
