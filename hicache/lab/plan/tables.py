@@ -26,7 +26,7 @@ def tier_table(plan: Plan) -> Table:
         use, more, enough = plan.tiers[tier], plan.more_gib[tier], plan.curves[tier].enough
         rows.append((
             name, format_tier_size(plan.setup.sizes[tier]), format_share(use.found_tokens, prompt),
-            format_share(use.hit_tokens, prompt), f"+{more.tier_tokens:,}",
+            format_share(use.hit_tokens, prompt), f"{more.tier_tokens:+,}",
             format_duration(more.prefill_s_per_day), "" if enough is None else format_size(enough.size.bytes),
         ))  # fmt: skip
     return _filled(("tier", "size>", "found>", "hits>", "next GiB finds>", "saves a day>", f"{ENOUGH} with>"), rows)
