@@ -44,7 +44,7 @@ NOT_RUN = {
     r"\S*hicache demo": "tests/lab/cli/test_demo.py and test_demo_storage.py",
     r"\S*hicache doctor": "needs a machine of the configuration's size: tests/cli/test_doctor.py",
     r"\S*hicache dev-up|\S*python -m hicache.lab.devservers": "tests/lab/cli/test_dev_up.py",
-    r"\S*hicache replay( conversation_trace.jsonl.*)?$": "takes minutes, or needs the public trace: tests/lab/replay",
+    r"\S*hicache replay( conversation_trace.jsonl|$)": "takes minutes, or needs the public trace: tests/lab/replay",
     r"\S*hicache plan conversation_trace.jsonl": "needs the public trace: tests/lab/cli/test_plan_command.py",
     r"\S*python examples/": "tests/test_examples.py",
     r"\S*python -m (tests\.|pytest .*tests/(backends|faults)( |$))": "takes minutes",
