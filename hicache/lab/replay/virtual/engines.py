@@ -24,7 +24,7 @@ from ..result import ReplayResult, Sample, merged
 from ..runner import Replay, namespace_of
 from .clock import VirtualClock
 from .machine import UntouchedHostPool, VirtualCopyEngine, VirtualWorkers, untouched_device_pool
-from .store import Table, TableDriver, UnverifiedCodec
+from .store import FileTable, Table, TableDriver, UnverifiedCodec
 
 # Samples of the state, in virtual seconds.
 SAMPLE_EVERY_S = 1.0
@@ -105,6 +105,8 @@ def _table(job: ReplayJob, clock: VirtualClock) -> Table | None:
         )
     geometry = namespace_of(job.preset, job.config.page_size).shape
     codec = UnverifiedCodec(bytes(32), geometry.payload_bytes)
+    if storage.type == "file" and part.capacity_bytes is not None:
+        return FileTable(clock, job.speeds.storage, codec.frame_bytes, part.capacity_bytes)
     sweeps = storage.type in _SWEEPING
     return Table(clock, job.speeds.storage, codec.frame_bytes, part.capacity_bytes, sweeps=sweeps)
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import islice
 
 from ....backends.base import EvictionListener, StoredPage, Usage
 from ....backends.driver import Incidents
+from ....backends.file.driver import REUSE_LEAD
 from ....backends.limit import HIGH_WATER, LOW_WATER
 from ....backends.order import EvictionOrder
 from ....backends.pages import PageReads, PageWrites
@@ -33,11 +36,11 @@ class UnverifiedCodec(FrameCodec):
 class Table:
     """The pages of one namespace in a store that several engines may share, and its device.
 
-    Pages over `capacity_bytes` leave in the order of `EvictionOrder`, as in `file`, `memory` and the daemon. A store
-    that `sweeps`, as S3, Redis and `shared_files` under a limit, evicts from `HIGH_WATER` down to `LOW_WATER`. The time
-    and the interval of the sweep itself are left out.
+    Pages over `capacity_bytes` leave in the order of `EvictionOrder`, as in `memory` and the daemon. A store that
+    `sweeps`, as S3, Redis and `shared_files` under a limit, evicts from `HIGH_WATER` down to `LOW_WATER`. The time and
+    the interval of the sweep itself are left out.
 
-    Invariant: a store with a capacity has a place in `order` for each of its pages.
+    Invariant: a store with a capacity has a place in its order for each of its pages.
     """
 
     def __init__(
@@ -45,21 +48,33 @@ class Table:
     ) -> None:
         self.clock = clock
         self.speed = speed
-        self.capacity_bytes = capacity_bytes
         self.keys: set[bytes] = set()
-        self.order = EvictionOrder()
         self.reads, self.writes = Link(clock, speed.read_bytes_per_s), Link(clock, speed.write_bytes_per_s)
+        self._capacity_bytes = capacity_bytes
         self._page_bytes = page_bytes
         self._pages_max = None if capacity_bytes is None else capacity_bytes // page_bytes
         self._sweeps = sweeps
+        self._order = EvictionOrder()
 
     def move(self, link: Link, pages: int) -> None:
         """Wait for one round of at most `speed.parallel` operations: their fixed times overlap."""
         _, end_s = link.reserve(pages * self._page_bytes, self.clock() + self.speed.fixed_s)
         self.clock.sleep(end_s - self.clock())
 
-    def make_room(self, since: int) -> list[bytes] | None:
-        """Evict pages last used before `since` until one more fits; return them, or None if none may leave."""
+    def begin_write(self, keys: Sequence[bytes], parent: bytes | None) -> int:
+        """Protect a batch and its ancestors from evictions for it. Return a token for `make_room` and `end_write`."""
+        if self._pages_max is None:
+            return 0
+        since = self._order.now()
+        self.use(keys if parent is None else [parent, *keys])
+        return since
+
+    def end_write(self, token: int, keys: Sequence[bytes], stored: Sequence[bytes], parent: bytes | None) -> None:
+        """End the protection of a batch, of which `stored` are new."""
+        self.use(keys)
+
+    def make_room(self, token: int) -> list[bytes] | None:
+        """Evict pages until one more fits; return them, or None if it does not."""
         if self._pages_max is None:
             return []
         limit = int(self._pages_max * HIGH_WATER) if self._sweeps else self._pages_max
@@ -67,33 +82,117 @@ class Table:
             return []
         target = int(self._pages_max * LOW_WATER) if self._sweeps else limit - 1
         evicted = []
-        while len(self.keys) > target:
-            oldest = self.order.oldest()
-            if oldest is None or oldest[1] > since:
-                break
-            self.discard(oldest[0])
-            evicted.append(oldest[0])
+        while len(self.keys) > target and (victim := self._victim(token)) is not None:
+            self.discard(victim)
+            evicted.append(victim)
         return evicted if len(self.keys) < self._pages_max else None
 
     def add(self, key: bytes, parent: bytes | None) -> None:
         """Add a page."""
         self.keys.add(key)
         if self._pages_max is not None:
-            self.order.add(key, parent)
+            self._order.add(key, parent)
 
     def use(self, keys: Sequence[bytes]) -> None:
         """Count pages, head first, as used now."""
         if self._pages_max is not None:
-            self.order.use(keys)
+            self._order.use(keys)
 
     def discard(self, key: bytes) -> None:
         """Remove a page."""
         self.keys.discard(key)
-        self.order.discard(key)
+        self._order.discard(key)
 
     def usage(self) -> Usage:
         """Return the pages and their bytes."""
-        return Usage(len(self.keys), len(self.keys) * self._page_bytes, self.capacity_bytes)
+        return Usage(len(self.keys), len(self.keys) * self._page_bytes, self._capacity_bytes)
+
+    def _victim(self, token: int) -> bytes | None:
+        oldest = self._order.oldest()
+        return None if oldest is None or oldest[1] > token else oldest[0]
+
+
+@dataclass(slots=True)
+class _Row:
+    """A page in the index of a file store. `children` counts its children, and one more while its batch is written."""
+
+    parent: bytes | None
+    children: int
+    last_use_s: float
+
+
+class FileTable(Table):
+    """A table in the order of `file`: the least recently used page without children leaves first, and a page that is
+    used again counts as used `REUSE_LEAD` times the age of the oldest page later.
+
+    Invariant: `_leaves` has an entry with its present last use for each page without children.
+    """
+
+    def __init__(self, clock: VirtualClock, speed: StorageSpeed, page_bytes: int, capacity_bytes: int | None) -> None:
+        super().__init__(clock, speed, page_bytes, capacity_bytes, sweeps=False)
+        self._rows: dict[bytes, _Row] = {}
+        self._leaves: list[tuple[float, bytes]] = []
+
+    def begin_write(self, keys: Sequence[bytes], parent: bytes | None) -> int:
+        """See Table. The token is 1 if the parent is held."""
+        row = None if parent is None else self._rows.get(parent)
+        if row is None:
+            return 0
+        row.children += 1
+        return 1
+
+    def end_write(self, token: int, keys: Sequence[bytes], stored: Sequence[bytes], parent: bytes | None) -> None:
+        """See Table."""
+        for key in stored if parent is None or not token else [parent, *stored]:
+            self._lose_child(key)
+        new = set(stored)
+        self.use([key for key in keys if key not in new])
+
+    def add(self, key: bytes, parent: bytes | None) -> None:
+        """See Table. The page is held until the end of its batch."""
+        self.keys.add(key)
+        self._rows[key] = _Row(parent, 1, self.clock())
+        if parent in self._rows:
+            self._rows[parent].children += 1
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        """See Table."""
+        now_s, oldest = self.clock(), self._oldest()
+        lead_s = 0.0 if oldest is None else REUSE_LEAD * (now_s - self._rows[oldest].last_use_s)
+        for key in keys:
+            row = self._rows.get(key)
+            if row is not None:
+                row.last_use_s = max(row.last_use_s, now_s + max(0.0, lead_s))
+                self._note_leaf(key, row)
+
+    def discard(self, key: bytes) -> None:
+        """See Table."""
+        self.keys.discard(key)
+        row = self._rows.pop(key, None)
+        if row is not None and row.parent is not None:
+            self._lose_child(row.parent)
+
+    def _victim(self, token: int) -> bytes | None:
+        return self._oldest()
+
+    def _oldest(self) -> bytes | None:
+        while self._leaves:
+            last_use_s, key = self._leaves[0]
+            row = self._rows.get(key)
+            if row is not None and not row.children and row.last_use_s == last_use_s:
+                return key
+            heapq.heappop(self._leaves)
+        return None
+
+    def _lose_child(self, key: bytes) -> None:
+        row = self._rows.get(key)
+        if row is not None:
+            row.children -= 1
+            self._note_leaf(key, row)
+
+    def _note_leaf(self, key: bytes, row: _Row) -> None:
+        if not row.children:
+            heapq.heappush(self._leaves, (row.last_use_s, key))
 
 
 class TableDriver:
@@ -125,8 +224,8 @@ class TableDriver:
     def write(self, pages: PageWrites) -> None:
         """See Driver. Rejects the tail of a batch that does not fit; its head stays."""
         table, keys = self.table, pages.keys
-        since = table.order.now()
-        table.use([*(parent for parent in pages.parents[:1] if parent), *keys])
+        parent, stored = next(iter(pages.parents), None), list[bytes]()
+        token = table.begin_write(keys, parent)
         for start in range(0, len(keys), table.speed.parallel):
             if pages.is_late:
                 break
@@ -135,20 +234,21 @@ class TableDriver:
             for position in some:
                 if keys[position] in table.keys:
                     pages.present(position)
-                elif not pages.is_full:
-                    self._write(pages, position, since)
-        table.use(keys)
+                elif not pages.is_full and self._write(pages, position, token):
+                    stored.append(keys[position])
+        table.end_write(token, keys, stored, parent)
 
-    def _write(self, pages: PageWrites, position: int, since: int) -> None:
-        evicted = self.table.make_room(since)
+    def _write(self, pages: PageWrites, position: int, token: int) -> bool:
+        evicted = self.table.make_room(token)
         if evicted is None:
             pages.reject(position)
-            return
+            return False
         if evicted:
             self._evicted_pages += len(evicted)
             self._listener(evicted)
         self.table.add(pages.keys[position], pages.parents[position])
         pages.stored(position)
+        return True
 
     def touch(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """See Touches."""
