@@ -22,7 +22,7 @@ from ..traces.request import TraceRequest
 from ..traces.routing import Routing
 from ..traces.trace import REQUESTS_MAX, line_count, read_trace
 from .plan_view import print_plan
-from .reports import check_reports, output_console, print_written, write_reports
+from .reports import REPORT_NAMES, check_reports, output_console, print_written, report_options, write_reports
 from .speed_options import NAMES as SPEED_NAMES
 from .speed_options import RATE_MAX, speed_options, speeds_of
 
@@ -62,9 +62,7 @@ def _storage_size(text: Any) -> Any:
               help="Nodes with their own L1 and L2; compares routings if there are several.")  # fmt: skip
 @click.option("--routing", type=click.Choice([each.value for each in Routing]), default=Routing.PREFIX.value,
               show_default=True, help="The node of a request.")  # fmt: skip
-@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the plan as JSON; - is standard output.")
-@click.option("--csv", "csv_file", type=FILE, metavar="FILE", help="Write the found tokens over sizes as CSV.")
-@click.option("--report", "html_file", type=FILE, metavar="FILE.html", help="Write the plan as a page with plots.")
+@report_options("plan", csv="the found tokens over sizes")
 def plan(
     *, trace: Path, requests: int, model: str | None, token_bytes: int | None, prefill_rate: float | None,
     endurance: float | None, routing: str, **options: Any,
@@ -78,7 +76,7 @@ def plan(
 
     Ctrl-C ends the command without a plan.
     """
-    files = [options.pop(name) for name in ("json_file", "csv_file", "html_file")]
+    files = [options.pop(name) for name in REPORT_NAMES]
     check_reports(*files)
     speeds = speeds_of(prefill_rate, *(options.pop(name) for name in SPEED_NAMES))
     inputs = PlanInputs(

@@ -33,9 +33,9 @@ from ..traces.routing import Routing
 from ..traces.trace import REQUESTS_MAX, line_count
 from .replay_diff import diff
 from .replay_view import print_summary, progress_of
-from .reports import check_reports, output_console, print_written, write_reports
+from .reports import REPORT_NAMES, check_reports, output_console, print_written, report_options, write_reports
 from .speed_options import NAMES as SPEED_NAMES
-from .speed_options import speed_options, speeds_of
+from .speed_options import option_group, speed_options, speeds_of
 
 REPLAY_CONFIG = ready_file("replay")
 # The default speed of computing: fast enough for 2,000 real requests in two minutes, slow enough that copies and a
@@ -49,6 +49,19 @@ QUEUE_MAX = 1 << 20
 _STORE_ENTRIES = frozenset({"storage", "storage.type", "storage.options.path"})
 
 _MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" for name, preset in PRESETS.items())
+
+_ENGINE_OPTIONS = (
+    click.option("--speed-up", type=Number(SPEED_UP_MIN, SPEED_UP_MAX), metavar="X",
+                 help="Requests arrive X times as fast as recorded.  [default: as fast as they are served]"),
+    click.option("--prefill-rate", type=Number(0, PREFILL_RATE_MAX), default=PREFILL_TOKENS_PER_S, show_default=True,
+                 metavar="TOKENS", help="Prompt tokens computed per second; 0: computing is instant."),
+    click.option("--decode-step", "decode_step_s", type=DURATION, default=0.0, metavar="DURATION",
+                 help="Time of a forward of one token for each running request.  [default: no time]"),
+    click.option("--running-max", type=click.IntRange(1, QUEUE_MAX), default=32, show_default=True,
+                 help="Requests that run at once."),
+    click.option("--waiting-max", type=click.IntRange(1, QUEUE_MAX), default=8, show_default=True,
+                 help="Requests in the queue, whose pages are prefetched."),
+)  # fmt: skip
 
 
 class _ReplayCommand(click.Command):
@@ -76,19 +89,10 @@ class _ReplayCommand(click.Command):
 @click.option("--host-tokens", type=click.IntRange(1, TOKENS_MAX), metavar="N", help="Size of L2, as host.tokens.")
 @click.option("--store", type=DIRECTORY, metavar="DIR",
               help="Directory for stored pages.  [default: a temporary directory]")  # fmt: skip
-@click.option("--speed-up", type=Number(SPEED_UP_MIN, SPEED_UP_MAX), metavar="X",
-              help="Requests arrive X times as fast as recorded.  [default: as fast as they are served]")  # fmt: skip
-@click.option("--prefill-rate", type=Number(0, PREFILL_RATE_MAX), default=PREFILL_TOKENS_PER_S, show_default=True,
-              metavar="TOKENS", help="Prompt tokens computed per second; 0: computing is instant.")  # fmt: skip
-@click.option("--decode-step", "decode_step_s", type=DURATION, default=0.0, metavar="DURATION",
-              help="Time of a forward of one token for each running request.  [default: no time]")  # fmt: skip
+@option_group(*_ENGINE_OPTIONS)
 @click.option("--virtual", is_flag=True,
               help="In virtual time: nothing moves, each operation takes as long as the speeds below say.")  # fmt: skip
 @speed_options
-@click.option("--running-max", type=click.IntRange(1, QUEUE_MAX), default=32, show_default=True,
-              help="Requests that run at once.")  # fmt: skip
-@click.option("--waiting-max", type=click.IntRange(1, QUEUE_MAX), default=8, show_default=True,
-              help="Requests in the queue, whose pages are prefetched.")  # fmt: skip
 @click.option("--processes", type=click.IntRange(1, 64), default=1, show_default=True,
               help="Engines on one store, each with its own tiers and a part of the requests.")  # fmt: skip
 @click.option("--routing", type=click.Choice([one.value for one in Routing]), default=Routing.ROTATE.value,
@@ -96,9 +100,7 @@ class _ReplayCommand(click.Command):
               help="With --processes: how requests are divided.")  # fmt: skip
 @click.option("--whole-trace-each", is_flag=True, help="With --processes: each engine replays all requests.")
 @click.option("--device", default="cpu", show_default=True, help="Device of L1: cpu, cuda, cuda:1, ...")
-@click.option("--json", "json_file", type=FILE, metavar="FILE", help="Write the report as JSON; - is standard output.")
-@click.option("--csv", "csv_file", type=FILE, metavar="FILE", help="Write the samples over time as CSV.")
-@click.option("--report", "html_file", type=FILE, metavar="FILE.html", help="Write the report as a page with plots.")
+@report_options("report", csv="the samples over time")
 @log_options
 def replay(
     *, prefill_rate: float, settings: tuple[str, ...], device_tokens: int | None, host_tokens: int | None,
@@ -117,7 +119,7 @@ def replay(
     Ctrl-C ends the replay and prints the report so far. Exit code 1 if a byte was wrong, 2 if no request ran.
     """
     start_log(LoggingConfig(level="warning"), **{name: options.pop(name) for name in LOG_OPTIONS})
-    files = [options.pop(name) for name in ("json_file", "csv_file", "html_file")]
+    files = [options.pop(name) for name in REPORT_NAMES]
     check_reports(*files)
     speeds = speeds_of(prefill_rate or None, *(options.pop(name) for name in SPEED_NAMES))
     _require_clock(options, store, speeds)

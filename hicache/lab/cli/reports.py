@@ -10,11 +10,25 @@ from typing import TypeVar
 import click
 from rich.console import Console
 
-from ...cli.arguments import is_dash
+from ...cli.arguments import FILE, is_dash
 from ...cli.progress import OutputConsole
 from ...errors import ConfigError
+from .speed_options import Command, option_group
 
 Result = TypeVar("Result")
+# The parameters of `report_options`, in the order of `write_reports`.
+REPORT_NAMES = ("json_file", "csv_file", "html_file")
+
+
+def report_options(what: str, *, csv: str) -> Callable[[Command], Command]:
+    """Return a decorator that adds the options of the report files of a command."""
+    return option_group(
+        click.option("--json", "json_file", type=FILE, metavar="FILE",
+                     help=f"Write the {what} as JSON; - is standard output."),
+        click.option("--csv", "csv_file", type=FILE, metavar="FILE", help=f"Write {csv} as CSV."),
+        click.option("--report", "html_file", type=FILE, metavar="FILE.html",
+                     help=f"Write the {what} as a page with plots."),
+    )  # fmt: skip
 
 
 def check_reports(*paths: Path | None) -> None:

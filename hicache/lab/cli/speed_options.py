@@ -45,11 +45,19 @@ _OPTIONS = (
 NAMES = ("attention_rate", "host_bandwidth", "storage", "like")
 
 
-def speed_options(command: Command) -> Command:
-    """Add the options to a command. `speeds_of` takes their values."""
-    for option in reversed(_OPTIONS):
-        command = option(command)
-    return command
+def option_group(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
+    """Return a decorator that adds all `options` to a command, in this order of its help."""
+
+    def add(command: Command) -> Command:
+        for option in reversed(options):
+            command = option(command)
+        return command
+
+    return add
+
+
+# Their values are the arguments of `speeds_of`.
+speed_options = option_group(*_OPTIONS)
 
 
 def speeds_of(

@@ -15,6 +15,9 @@ or waits for it. The forward runs on this thread too, and only waits for copies 
 
 A `Model` computes: the bundled Llama, or the stand-in of a replay.
 
+Longer than 500 lines because it is one thing: each method is a part of a step, and moves requests between the same two
+lists.
+
 Invariant, verified by `check()`: a running request has its own pages after the shared ones, with room for its
 `kv_tokens`; a waiting request does not have pages. `check()` also verifies the invariants of the cache and the model.
 """

@@ -10,6 +10,8 @@ from .result import TIER_NAMES, TIERS, Fleet, Plan, Policy
 
 # Disks are replaced after about as many years.
 _WEAR_YEARS = 5.0
+# Less computing per day than this is not worth a sentence.
+_WORTH_S = 1.0
 
 UNKNOWNS = (
     "Only the prompts of this trace are known. Other traffic, or a longer trace, reuses other pages.",
@@ -59,19 +61,23 @@ def _sizes(plan: Plan) -> Iterator[str]:
         if enough is None:
             yield f"{name} finds nothing at any size that faster tiers lack."
             continue
-        has = "it is not limited" if given is None else f"it has {format_size(given.bytes)}"
         where = " per node" if plan.setup.nodes > 1 and tier != "storage" else ""
-        verdict = "a larger one adds little" if given is None or given.bytes >= enough.size.bytes else "it is smaller"
+        has = "is not limited" if given is None else f"has {format_size(given.bytes)}{where}"
+        bend = next(iter(plan.curves[tier].bends), None)
+        at = "" if bend is None else (
+            f" It finds most for its bytes at {format_size(bend.size.bytes)}: "
+            f"{format_share(bend.found_tokens, plan.traffic.prompt_tokens)} of prompt tokens."
+        )  # fmt: skip
         yield (
-            f"{name} needs {format_size(enough.size.bytes)}{where} to find {100 * ENOUGH_SHARE:.0f} % of the "
-            f"{plan.curves[tier].points[-1].found_tokens:,} tokens that this tier can add; {has}, so {verdict}."
+            f"{name} {has}.{at} {format_size(enough.size.bytes)} would find {100 * ENOUGH_SHARE:.0f} % of the "
+            f"{plan.curves[tier].points[-1].found_tokens:,} tokens that it can add."
         )
 
 
 def _next_gib(plan: Plan) -> Iterator[str]:
     worth = {tier: more.prefill_s_per_day or 0.0 for tier, more in plan.more_gib.items()}
     best = max(worth, key=worth.__getitem__)
-    if worth[best] > 0:
+    if worth[best] >= _WORTH_S:
         yield (
             f"The next GiB saves most on {TIER_NAMES[best]}: {plan.more_gib[best].saved_tokens:,} tokens of the trace, "
             f"or {worth[best]:,.0f} s of computing per day."

@@ -33,7 +33,7 @@ def has_sentence(plan: Plan, part: str) -> bool:
 def test_a_trace_without_reuse_needs_no_tier() -> None:
     plan = plan_of([request(i, [i], output=1) for i in range(4)], 10, 10, 10)
     assert plan.recommendation[0] == "None of the 2,048 prompt tokens can be reused: no tier is worth its memory."
-    assert not has_sentence(plan, "needs")
+    assert not has_sentence(plan, "would find")
 
 
 def test_the_reusable_tokens_are_divided_among_tiers() -> None:
@@ -45,14 +45,21 @@ def test_the_reusable_tokens_are_divided_among_tiers() -> None:
     )
 
 
-@pytest.mark.parametrize(("device", "verdict"), [(10, "it is smaller"), (17, "a larger one adds little")])
-def test_a_size_is_compared_with_the_one_that_is_enough(device: int, verdict: str) -> None:
+@pytest.mark.parametrize("device", [10, 17])
+def test_a_size_is_compared_with_the_one_that_is_enough(device: int) -> None:
     plan = plan_of(TURNS, device, 0, None)
-    # 95 % of 48 pages need distances below 17, and 17 pages of 64 bytes are 1088 bytes.
-    assert one_sentence(plan, "L1 device needs") == (
-        f"L1 device needs 1.1 KiB to find 95 % of the 3,072 tokens that this tier can add; it has "
-        f"{format_size(device * 64)}, so {verdict}."
+    # 95 % of 48 pages need distances below 17, and 17 pages of 64 bytes are 1088 bytes. The curve has one step.
+    assert one_sentence(plan, "L1 device has") == (
+        f"L1 device has {format_size(device * 64)}. It finds most for its bytes at 1.1 KiB: 66.7 % of prompt tokens. "
+        "1.1 KiB would find 95 % of the 3,072 tokens that it can add."
     )
+
+
+def test_a_curve_without_a_bend_has_no_size_that_is_best() -> None:
+    plan = plan_of(TURNS, 10, 0, None)
+    straight = {tier: replace(curve, bends=()) for tier, curve in plan.curves.items()}
+    assert has_sentence(replace(plan, curves=straight), "L1 device has 640 B. 1.1 KiB would find")
+    assert has_sentence(plan, "L3 storage is not limited.")
 
 
 def test_a_tier_that_adds_nothing_is_named() -> None:
