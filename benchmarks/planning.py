@@ -5,7 +5,8 @@
 *Real*: `hicache replay --virtual` beside `hicache replay` with the same arguments, in real time, over a store in memory
 and one of files in `TMPDIR` (use a RAM disk), at three sizes each. The store of the virtual replay has the speed that
 `hicache doctor` measures here.
-*Plan*: `hicache plan` beside `hicache replay --virtual`, at three sizes of each tier, for one node and for four.
+*Plan*: `hicache plan` beside `hicache replay --virtual` with the recorded times of arrival, at three sizes of each tier,
+for one node and for four with session routing.
 Both columns are hit tokens from L1 + L2 + L3. The ratio is 1 minus the largest difference on one tier, as a share of
 all hits of the reference.
 *Cost*: processor time and memory, beside the limits: a virtual replay of the whole trace with the KV of Llama-3.1-8B,
@@ -122,7 +123,7 @@ def plan_rows(trace: list[str], requests: int) -> list[Row]:
                 "--storage", FAST_STORE, "--device-tokens", str(device), "--host-tokens", str(host),
                 "--set", "storage.type=memory", "--set",
                 f"storage.options.capacity_bytes={storage // 64 * (64 * token_bytes + 4096)}",
-                "--processes", str(nodes), "--routing", "session",
+                "--processes", str(nodes), "--routing", "session", "--speed-up", "1",
             ).report["tokens"]["hits"]  # fmt: skip
             what = f"{nodes} x (L1 {_tokens(device)}, L2 {_tokens(host)}), L3 {_tokens(storage)} tokens"
             rows.append(agreement_row(what, {tier: planned[tier]["hit_tokens"] for tier in TIERS}, replayed))
