@@ -5,8 +5,8 @@
 *Real*: `hicache replay --virtual` beside `hicache replay` with the same arguments, in real time, over a store in memory
 and one of files in `TMPDIR` (use a RAM disk), at three sizes each. The store of the virtual replay has the speed that
 `hicache doctor` measures here.
-*Plan*: `hicache plan` beside `hicache replay --virtual` with the recorded times of arrival, at three sizes of each tier,
-for one node and for four with session routing.
+*Plan*: `hicache plan` beside `hicache replay --virtual` with the recorded times of arrival, at three sizes of each
+tier, for one node and for four with session routing.
 Both columns are hit tokens from L1 + L2 + L3. The ratio is 1 minus the largest difference on one tier, as a share of
 all hits of the reference.
 *Cost*: processor time and memory, beside the limits: a virtual replay of the whole trace with the KV of Llama-3.1-8B,
