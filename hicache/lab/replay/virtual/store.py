@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import heapq
+import itertools
+import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 
 from ....backends.base import EvictionListener, StoredPage, Usage
@@ -31,6 +34,16 @@ class UnverifiedCodec(FrameCodec):
     def is_sealed(self, key: bytes, page: PageBuffer) -> bool:
         """Return True."""
         return True
+
+
+@dataclass(slots=True)
+class Batch:
+    """A write in progress. Its pages and their ancestors are used at `since` or later; `reserved` are its new pages
+    with their parents, and `stored` those that have been added."""
+
+    since: int
+    reserved: dict[bytes, bytes | None]
+    stored: list[bytes] = field(default_factory=list)
 
 
 class Table:
@@ -61,19 +74,22 @@ class Table:
         _, end_s = link.reserve(pages * self._page_bytes, self.clock() + self.speed.fixed_s)
         self.clock.sleep(end_s - self.clock())
 
-    def begin_write(self, keys: Sequence[bytes], parent: bytes | None) -> int:
-        """Protect a batch and its ancestors from evictions for it. Return a token for `make_room` and `end_write`."""
-        if self._pages_max is None:
-            return 0
+    def begin_write(self, keys: Sequence[bytes], parents: Sequence[bytes | None]) -> Batch:
+        """Protect a batch and its ancestors from evictions for it."""
+        new = {key: parent for key, parent in zip(keys, parents, strict=True) if key not in self.keys}
+        return Batch(0 if self._pages_max is None else self._protect(keys, parents[0]), new)
+
+    def _protect(self, keys: Sequence[bytes], parent: bytes | None) -> int:
+        """Use pages and their ancestors; return a time of the order before that."""
         since = self._order.now()
         self.use(keys if parent is None else [parent, *keys])
         return since
 
-    def end_write(self, token: int, keys: Sequence[bytes], stored: Sequence[bytes], parent: bytes | None) -> None:
-        """End the protection of a batch, of which `stored` are new."""
+    def end_write(self, batch: Batch, keys: Sequence[bytes]) -> None:
+        """End the protection."""
         self.use(keys)
 
-    def make_room(self, token: int) -> list[bytes] | None:
+    def make_room(self, batch: Batch) -> list[bytes] | None:
         """Evict pages until one more fits; return them, or None if it does not."""
         if self._pages_max is None:
             return []
@@ -82,7 +98,7 @@ class Table:
             return []
         target = int(self._pages_max * LOW_WATER) if self._sweeps else limit - 1
         evicted = []
-        while len(self.keys) > target and (victim := self._victim(token)) is not None:
+        while len(self.keys) > target and (victim := self._victim(batch.since)) is not None:
             self.discard(victim)
             evicted.append(victim)
         return evicted if len(self.keys) < self._pages_max else None
@@ -107,17 +123,17 @@ class Table:
         """Return the pages and their bytes."""
         return Usage(len(self.keys), len(self.keys) * self._page_bytes, self._capacity_bytes)
 
-    def _victim(self, token: int) -> bytes | None:
+    def _victim(self, since: float = math.inf) -> bytes | None:
         oldest = self._order.oldest()
-        return None if oldest is None or oldest[1] > token else oldest[0]
+        return None if oldest is None or oldest[1] > since else oldest[0]
 
 
 @dataclass(slots=True)
 class _Row:
-    """A page in the index of a file store. `children` counts its children, and one more while its batch is written."""
+    """A page in the index of a file store. `number` is the order of insertion, which decides between equal uses."""
 
+    number: int
     parent: bytes | None
-    children: int
     last_use_s: float
 
 
@@ -125,45 +141,52 @@ class FileTable(Table):
     """A table in the order of `file`: the least recently used page without children leaves first, and a page that is
     used again counts as used `REUSE_LEAD` times the age of the oldest page later.
 
-    Invariant: `_leaves` has an entry with its present last use for each page without children.
+    Invariant: `_children` counts the stored and reserved children of a page, and one more while its own batch is
+    written. `_leaves` has an entry with its present last use for each page without any.
     """
 
     def __init__(self, clock: VirtualClock, speed: StorageSpeed, page_bytes: int, capacity_bytes: int | None) -> None:
         super().__init__(clock, speed, page_bytes, capacity_bytes, sweeps=False)
         self._rows: dict[bytes, _Row] = {}
-        self._leaves: list[tuple[float, bytes]] = []
+        self._children: Counter[bytes] = Counter()
+        self._leaves: list[tuple[float, int, bytes]] = []
+        self._numbers = itertools.count()
 
-    def begin_write(self, keys: Sequence[bytes], parent: bytes | None) -> int:
-        """See Table. The token is 1 if the parent is held."""
-        row = None if parent is None else self._rows.get(parent)
-        if row is None:
-            return 0
-        row.children += 1
-        return 1
-
-    def end_write(self, token: int, keys: Sequence[bytes], stored: Sequence[bytes], parent: bytes | None) -> None:
+    def begin_write(self, keys: Sequence[bytes], parents: Sequence[bytes | None]) -> Batch:
         """See Table."""
-        for key in stored if parent is None or not token else [parent, *stored]:
+        batch = super().begin_write(keys, parents)
+        for key, parent in batch.reserved.items():
+            self._children[key] += 1
+            if parent is not None:
+                self._children[parent] += 1
+        return batch
+
+    def _protect(self, keys: Sequence[bytes], parent: bytes | None) -> int:
+        return 0  # reserved children protect a page
+
+    def end_write(self, batch: Batch, keys: Sequence[bytes]) -> None:
+        """See Table."""
+        stored = set(batch.stored)
+        for key, parent in batch.reserved.items():
             self._lose_child(key)
-        new = set(stored)
-        self.use([key for key in keys if key not in new])
+            if key not in stored and parent is not None:
+                self._lose_child(parent)
+        self.use([key for key in keys if key not in stored])
 
     def add(self, key: bytes, parent: bytes | None) -> None:
-        """See Table. The page is held until the end of its batch."""
+        """See Table. REQUIRES: the page is reserved."""
         self.keys.add(key)
-        self._rows[key] = _Row(parent, 1, self.clock())
-        if parent in self._rows:
-            self._rows[parent].children += 1
+        self._rows[key] = _Row(next(self._numbers), parent, self.clock())
 
     def use(self, keys: Sequence[bytes]) -> None:
         """See Table."""
-        now_s, oldest = self.clock(), self._oldest()
+        now_s, oldest = self.clock(), self._victim()
         lead_s = 0.0 if oldest is None else REUSE_LEAD * (now_s - self._rows[oldest].last_use_s)
         for key in keys:
             row = self._rows.get(key)
             if row is not None:
                 row.last_use_s = max(row.last_use_s, now_s + max(0.0, lead_s))
-                self._note_leaf(key, row)
+                self._note_leaf(key)
 
     def discard(self, key: bytes) -> None:
         """See Table."""
@@ -172,27 +195,25 @@ class FileTable(Table):
         if row is not None and row.parent is not None:
             self._lose_child(row.parent)
 
-    def _victim(self, token: int) -> bytes | None:
-        return self._oldest()
-
-    def _oldest(self) -> bytes | None:
+    def _victim(self, since: float = math.inf) -> bytes | None:
         while self._leaves:
-            last_use_s, key = self._leaves[0]
+            last_use_s, number, key = self._leaves[0]
             row = self._rows.get(key)
-            if row is not None and not row.children and row.last_use_s == last_use_s:
+            if row is not None and (row.last_use_s, row.number) == (last_use_s, number) and key not in self._children:
                 return key
             heapq.heappop(self._leaves)
         return None
 
     def _lose_child(self, key: bytes) -> None:
-        row = self._rows.get(key)
-        if row is not None:
-            row.children -= 1
-            self._note_leaf(key, row)
+        self._children[key] -= 1
+        if not self._children[key]:
+            del self._children[key]
+            self._note_leaf(key)
 
-    def _note_leaf(self, key: bytes, row: _Row) -> None:
-        if not row.children:
-            heapq.heappush(self._leaves, (row.last_use_s, key))
+    def _note_leaf(self, key: bytes) -> None:
+        row = self._rows.get(key)
+        if row is not None and key not in self._children:
+            heapq.heappush(self._leaves, (row.last_use_s, row.number, key))
 
 
 class TableDriver:
@@ -224,31 +245,31 @@ class TableDriver:
     def write(self, pages: PageWrites) -> None:
         """See Driver. Rejects the tail of a batch that does not fit; its head stays."""
         table, keys = self.table, pages.keys
-        parent, stored = next(iter(pages.parents), None), list[bytes]()
-        token = table.begin_write(keys, parent)
+        batch = table.begin_write(keys, pages.parents)
         for start in range(0, len(keys), table.speed.parallel):
             if pages.is_late:
                 break
             some = range(start, min(start + table.speed.parallel, len(keys)))
             table.move(table.writes, sum(keys[position] not in table.keys for position in some))
             for position in some:
-                if keys[position] in table.keys:
+                if keys[position] in table.keys or keys[position] not in batch.reserved:
                     pages.present(position)
-                elif not pages.is_full and self._write(pages, position, token):
-                    stored.append(keys[position])
-        table.end_write(token, keys, stored, parent)
+                elif not pages.is_full:
+                    self._write(pages, position, batch)
+        table.end_write(batch, keys)
 
-    def _write(self, pages: PageWrites, position: int, token: int) -> bool:
-        evicted = self.table.make_room(token)
+    def _write(self, pages: PageWrites, position: int, batch: Batch) -> None:
+        evicted = self.table.make_room(batch)
         if evicted is None:
             pages.reject(position)
-            return False
+            return
         if evicted:
             self._evicted_pages += len(evicted)
             self._listener(evicted)
-        self.table.add(pages.keys[position], pages.parents[position])
+        key = pages.keys[position]
+        self.table.add(key, pages.parents[position])
+        batch.stored.append(key)
         pages.stored(position)
-        return True
 
     def touch(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """See Touches."""
