@@ -78,7 +78,7 @@ def agreement_row(what: str, ours: Mapping[str, int], reference: Mapping[str, in
 
 
 def _tokens(count: int) -> str:
-    return f"{count / 1e6:g} M" if count >= MILLION else f"{count // 1000}k"
+    return f"{count / 1e6:.3g} M" if count >= MILLION else f"{count // 1000}k"
 
 
 def real_rows(trace: list[str], requests: int) -> list[Row]:
@@ -86,17 +86,20 @@ def real_rows(trace: list[str], requests: int) -> list[Row]:
     rows = []
     page_bytes = 64 * PRESETS["tiny"].geometry(1).token_bytes + 4096
     for device, host, pages in REAL_SIZES:
-        for store, capacity in (("memory", "capacity_bytes"), ("file", "capacity")):
+        for store in ("memory", "file"):
             with tempfile.TemporaryDirectory(prefix="hicache-bench-") as folder:
                 config = Path(folder, "store.json")
-                options: dict[str, Any] = {capacity: pages * page_bytes}
+                options: dict[str, Any] = {"capacity_bytes": pages * page_bytes}
                 if store == "file":
-                    options |= {"path": f"{folder}/pages", "free_space_floor": 0}
+                    options = {"capacity": f"{pages * page_bytes}B", "path": f"{folder}/pages", "free_space_floor": 0}
                 storage = {"type": store, "options": options}
                 config.write_text(json.dumps({"page_size": 64, "device": {"tokens": device}, "host": {"tokens": host},
                                               "storage": storage}))  # fmt: skip
                 speeds = Path(folder, "speeds.json")
-                speeds.write_text(json.dumps(hicache("doctor", "-c", str(config)).report) if store == "file" else "")
+                if store == "file":
+                    speeds.write_text(subprocess.check_output(
+                        [sys.executable, "-m", "hicache", "doctor", "-c", str(config), "--json"], text=True
+                    ))
                 both = ["replay", *trace, "--requests", str(requests), "-c", str(config),
                         "--prefill-rate", str(REAL_PREFILL_TOKENS_PER_S)]  # fmt: skip
                 like = ["--like", str(speeds)] if store == "file" else []
