@@ -24,7 +24,7 @@ from ..backends.base import GetOutcome
 from ..backends.errors import StoreError
 from ..backends.opening import StorageOpener
 from ..backends.storage import Storage
-from ..cache.break_even import BreakEven, Route
+from ..cache.break_even import BreakEven, Line, RateEstimator, Route
 from ..config.remote_storage import RemoteStorageOptions
 from ..config.storage import FileStorageOptions, SharedFilesStorageOptions
 from ..errors import BackendError, ConfigError
@@ -83,7 +83,16 @@ class Measured:
                 pages, seconds = calls[-1]
                 found[f"{name}_s"] = calls[0][1]
                 found[f"{name}_bytes_per_s"] = pages * page_bytes / max(seconds, 1e-9)
+        if (line := self._read_line()) is not None:
+            found |= {"read_fixed_s": line.fixed_s, "read_page_s": line.per_unit_s, "read_pages": self.reads[-1][0]}
         return found
+
+    def _read_line(self) -> Line | None:
+        """Return the time of a read by its pages, as the cache estimates it; None if too few were made."""
+        estimator = RateEstimator()
+        for pages, seconds in self.reads:
+            estimator.observe(pages, seconds)
+        return estimator.line
 
 
 class StoreCheck:

@@ -98,25 +98,26 @@ def _value(name: str, text: str) -> float | int:
     return bandwidth(text)
 
 
-def measured_storage(path: Path, base: StorageSpeed = Speeds().storage) -> StorageSpeed:
-    """Return the speed of the first store in a report of `hicache doctor --json`.
+def measured_storage(path: Path) -> StorageSpeed:
+    """Return the speed of the first store in a report of `hicache doctor --json`: the fixed time is that of a call with
+    as many pages as the longest read.
 
-    The fixed time of an operation is the time of its first single page above the time of the page's bytes. Raises
-    ConfigError for another file, and for a report without a store that was read.
+    Raises ConfigError for another file, and for a report without a store that was read.
     """
     try:
         with open_regular(path) as file:
             report = json.loads(file.read(_REPORT_BYTES_MAX))
         rows = [row["figures"] for row in report["rows"]]
-        figures = next(found for found in rows if {"read_bytes_per_s", "write_bytes_per_s"} <= found.keys())
-        read, write, page = (float(figures[name]) for name in ("read_bytes_per_s", "write_bytes_per_s", "page"))
-        fixed_s = max(0.0, float(figures["read_s"]) - page / read)
+        figures = next(found for found in rows if {"read_page_s", "write_bytes_per_s"} <= found.keys())
+        read = float(figures["page"]) / float(figures["read_page_s"])
+        write, fixed_s = float(figures["write_bytes_per_s"]), float(figures["read_fixed_s"])
+        parallel = int(figures["read_pages"])
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     except StopIteration as error:
         raise ConfigError(f"{path}: has no store that was read and written; check a configuration with one") from error
     except (ValueError, TypeError, KeyError, ZeroDivisionError, RecursionError) as error:
         raise ConfigError(f"{path}: is not a report of `hicache doctor --json`") from error
-    if not all(math.isfinite(value) and value > 0 for value in (read, write)):
+    if not all(math.isfinite(value) and value > 0 for value in (read, write, parallel)) or not 0 <= fixed_s < math.inf:
         raise ConfigError(f"{path}: the speeds of the store are not positive numbers")
-    return replace(base, read_bytes_per_s=read, write_bytes_per_s=write, fixed_s=fixed_s)
+    return StorageSpeed(read_bytes_per_s=read, write_bytes_per_s=write, fixed_s=fixed_s, parallel=parallel)

@@ -144,6 +144,7 @@ def test_a_file_store_is_measured_and_nothing_stays_in_it(tmp_path: Path) -> Non
     figures = found["file"]["figures"]
     assert found["file"]["verdict"] == "ok" and figures["page"] == 128 << 10 and figures["left"] == 0
     assert all(figures[name] > 0 for name in ("open_s", "write_s", "read_s", "remove_s", "read_bytes_per_s"))
+    assert figures["read_page_s"] > 0 and figures["read_fixed_s"] >= 0 and figures["read_pages"] == 16
     assert found["file volume"]["figures"]["free"] > 0
     assert (tmp_path / "pages").is_dir() and not page_files(tmp_path)
 

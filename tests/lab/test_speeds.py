@@ -51,18 +51,18 @@ def report(directory: Path, *figures: Mapping[str, object]) -> Path:
 
 
 def test_a_report_of_doctor_gives_the_speeds_of_its_first_store(tmp_path: Path) -> None:
-    store = {"page": 1000, "read_bytes_per_s": 1e6, "write_bytes_per_s": 2e6, "read_s": 0.005, "write_s": 0.1}
-    speed = measured_storage(report(tmp_path, {"total": 5}, store, {**store, "read_bytes_per_s": 7}))
-    # A single page took 5 ms, 1 ms of it for its bytes.
-    assert (speed.read_bytes_per_s, speed.write_bytes_per_s, speed.parallel) == (1e6, 2e6, 4)
-    assert speed.fixed_s == pytest.approx(0.004)
+    store = {"page": 1000, "write_bytes_per_s": 2e6, "read_fixed_s": 0.004, "read_page_s": 0.001, "read_pages": 16}
+    speed = measured_storage(report(tmp_path, {"total": 5}, store, {**store, "page": 7}))
+    assert speed == StorageSpeed(read_bytes_per_s=1e6, write_bytes_per_s=2e6, fixed_s=0.004, parallel=16)
 
 
 def test_another_file_is_not_a_report(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="has no store that was read"):
         measured_storage(report(tmp_path, {"total": 5}))
     with pytest.raises(ConfigError, match="not positive"):
-        measured_storage(report(tmp_path, {"page": 1, "read_bytes_per_s": -1, "write_bytes_per_s": 1, "read_s": 1}))
+        measured_storage(
+            report(tmp_path, {"page": 1, "read_page_s": -1, "write_bytes_per_s": 1, "read_fixed_s": 0, "read_pages": 1})
+        )
     other = tmp_path / "other"
     for text in ("", "[]", '{"rows": 3}', '{"rows": [{}]}'):
         other.write_text(text)
