@@ -130,9 +130,11 @@ class Request:
 
     def key(self, tokens: int) -> RadixKey:
         """Return the cache key of the first `tokens` tokens. The key of all tokens is cached, because every step
-        needs it."""
-        if self._key is None or len(self._key) != len(self.tokens):
+        needs it, and only extended by new ones."""
+        if self._key is None:
             self._key = RadixKey(token_bytes(self.tokens), self.seed)
+        elif new := self.tokens[len(self._key) :]:
+            self._key = RadixKey(self._key.tokens + token_bytes(new), self.seed)
         return self._key if tokens == len(self._key) else self._key.head(tokens)
 
     def record(self, reason: FinishReason, error: HiCacheError | None, finish_s: float) -> RequestRecord:

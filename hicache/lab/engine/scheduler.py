@@ -28,6 +28,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Iterable
+from operator import attrgetter
 
 from ...arguments import WHOLE_MAX, instance, number, whole
 from ...cache import (
@@ -58,6 +59,8 @@ from .sampling import GREEDY, Sampling
 
 _log = logging.getLogger(__name__)
 
+# In order of submission.
+_SEQUENCE = attrgetter("sequence")
 # How often `run_until_done` checks for progress of storage and copies while there is nothing to compute. A shorter time
 # takes a core from the storage workers, a longer one increases the time to first token.
 IDLE_WAIT_S = 0.0005
@@ -144,7 +147,7 @@ class Engine:
         full queue; SessionError as `SessionCache.join_session`. After an error the request is not queued.
         """
         tokens = prompt_ids(prompt_tokens, self.model.vocab_size)
-        key = RadixKey.of(tokens, extra_key=extra_key, cache_salt=cache_salt)
+        key = RadixKey.of(prompt_tokens, extra_key=extra_key, cache_salt=cache_salt)
         max_new_tokens = whole("engine: max_new_tokens", max_new_tokens, 1)
         priority = whole("engine: priority", priority, -WHOLE_MAX)
         instance("engine: ignore_eos", ignore_eos, bool)
@@ -370,7 +373,7 @@ class Engine:
 
     def _decode(self) -> None:
         batch: list[tuple[Request, int]] = []
-        for request in sorted(self._running.values(), key=lambda request: request.sequence):
+        for request in sorted(self._running.values(), key=_SEQUENCE):
             if request.rid in self._running and not request.prefilling:
                 with self._alone(request):
                     if self._make_room(request):
