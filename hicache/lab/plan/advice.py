@@ -18,6 +18,7 @@ UNKNOWNS = (
     "All tiers evict the least recently used page first, and begin empty.",
     "Times to first token are without waiting in queues, and copies do not overlap with compute.",
     "A page is in every tier as soon as it is computed: pages in flight, failures and timeouts are not modelled.",
+    "The cache decides with measured speeds, so near the break-even it fetches less: see `hicache replay --virtual`.",
 )
 
 

@@ -132,5 +132,5 @@ def test_routings_are_compared_with_the_best() -> None:
 
 def test_unknowns_say_what_a_plan_leaves_out() -> None:
     unknowns = " ".join(plan_of(TURNS, 1, 1, 1).unknowns)
-    for part in ("prompts of this trace", "least recently used", "queues", "overlap"):
+    for part in ("near the break-even", "prompts of this trace", "least recently used", "queues", "overlap"):
         assert part in unknowns
