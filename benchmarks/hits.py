@@ -28,7 +28,7 @@ from typing import Any, TypeAlias
 
 from hicache.cli.model_shapes import PRESETS
 from hicache.frame import frame_bytes
-from hicache.lab.replay.result import TIERS
+from hicache.lab.tier_names import TIERS
 
 from ._table import Row, print_table
 

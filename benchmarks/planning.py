@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hicache.cli.model_shapes import PRESETS
-from hicache.lab.replay.result import TIERS
+from hicache.lab.tier_names import TIERS
 from hicache.units import GIB
 
 from ._table import Row, print_table

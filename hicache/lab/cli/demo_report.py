@@ -16,7 +16,7 @@ from ...cli.progress import PLAIN_INTERVAL_S
 from ...cli.tables import table
 from ...units import format_share, format_size
 from ..engine import Engine
-from ..replay.result import TIER_NAMES
+from ..tier_names import TIER_NAMES
 from .demo_run import Answer
 
 # The redraw interval of the table, which changes with every step.

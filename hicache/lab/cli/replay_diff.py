@@ -13,7 +13,8 @@ from ...cli.main import Failure
 from ...cli.tables import table
 from ...config.files import open_regular
 from ..replay.report import WAY_NAMES
-from ..replay.result import TIER_NAMES, ReplayResult, flat
+from ..replay.result import ReplayResult, flat
+from ..tier_names import TIER_NAMES
 
 
 @click.command()

@@ -14,8 +14,9 @@ from ...errors import InvalidInput
 from ...units import counted, format_share, format_size
 from ..replay.job import ReplayJob
 from ..replay.report import REASONS, WAY_NAMES, flattened_drops, ideal_rows
-from ..replay.result import TIER_NAMES, ReplayResult, Sample
+from ..replay.result import ReplayResult, Sample
 from ..replay.timing import SchedulerTimes
+from ..tier_names import TIER_NAMES
 from ..traces.formats import TraceFormat
 from ..traces.request import BLOCK_TOKENS, TraceRequest
 from ..traces.tokens import TokenSource

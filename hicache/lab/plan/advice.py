@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...units import format_share, format_size
+from ..tier_names import TIER_NAMES, TIERS
 from .curves import ENOUGH_SHARE
-from .result import TIER_NAMES, TIERS, Fleet, Plan, Policy
+from .result import Fleet, Plan, Policy
 
 # Disks are replaced after about as many years.
 _WEAR_YEARS = 5.0

@@ -8,7 +8,8 @@ from html import escape
 from ...units import exact_size, format_share, format_size
 from ..pages import captioned, html_page, html_table, html_tiles
 from ..plots import Axis, Curve, Mark, bars, linear_axis, lines
-from .result import SERVICES, TIER_NAMES, Plan
+from ..tier_names import TIER_NAMES
+from .result import SERVICES, Plan
 from .tables import (
     ENOUGH,
     Table,

@@ -18,9 +18,6 @@ from ..speeds import Speeds
 from ..traces.request import TraceRequest
 from ..traces.routing import Routing
 
-# The names of tiers for people.
-TIER_NAMES: Mapping[str, str] = {"device": "L1 device", "host": "L2 host", "storage": "L3 storage"}
-TIERS = tuple(TIER_NAMES)
 # A trace that can be read several times.
 Requests: TypeAlias = Callable[[], Iterator[TraceRequest]]
 

@@ -9,12 +9,12 @@ import numpy as np
 
 from ...errors import InvalidInput
 from ...units import GIB
+from ..tier_names import TIERS
 from ..traces.request import LENGTH_MAX
 from ..traces.routing import Routing
 from .advice import UNKNOWNS, recommendation
 from .curves import Found, curve, reach, smallest_size
 from .result import (
-    TIERS,
     Curve,
     Fleet,
     MoreMemory,

@@ -7,8 +7,9 @@ from collections.abc import Iterator, Sequence
 from typing import TypeAlias
 
 from ...units import format_share, format_size
+from ..tier_names import TIER_NAMES
 from .curves import ENOUGH_SHARE
-from .result import SERVICES, TIER_NAMES, Plan, Size
+from .result import SERVICES, Plan, Size
 from .wear import DAY_S
 
 # Names of columns, those with `>` aligned to the right, and rows.

@@ -18,7 +18,8 @@ import numpy.typing as npt
 
 from ...config import HiCacheConfig
 from ..speeds import Speeds
-from .result import TIERS, PlanInputs, Size, TierUse
+from ..tier_names import TIERS
+from .result import PlanInputs, Size, TierUse
 from .reuse import Counts, Reuse
 
 Seconds: TypeAlias = npt.NDArray[np.float64]

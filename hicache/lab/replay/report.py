@@ -10,7 +10,8 @@ from ...cache.statistics import SKIP_REASONS
 from ...units import format_share, format_size
 from ..pages import captioned, html_page, html_table, html_tiles
 from ..plots import Axis, Curve, bars, legend, linear_axis, lines, log_axis, stacked
-from .result import TIER_NAMES, ReplayResult, Sample
+from ..tier_names import TIER_NAMES
+from .result import ReplayResult, Sample
 from .timing import Latency, SchedulerTimes
 
 WAY_NAMES: Mapping[str, str] = {

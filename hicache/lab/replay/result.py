@@ -9,12 +9,10 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from ..speeds import Speeds
+from ..tier_names import TIERS
 from ..traces.routing import Routing
 from .timing import Latency, SchedulerTimes, merged_latency
 
-# The names of tiers for people.
-TIER_NAMES: Mapping[str, str] = {"device": "L1 device", "host": "L2 host", "storage": "L3 storage"}
-TIERS = tuple(TIER_NAMES)
 # The sources of wrong bytes: pages from a tier, or a request's own pages when it ends.
 SOURCES = (*TIERS, "own")
 

@@ -33,8 +33,9 @@ from ...tiers.upload import upload
 from ...types import NO_PAGES, PageIds
 from ..engine import Batch, Request
 from ..speeds import ComputeSpeed
+from ..tier_names import TIERS
 from ..traces.tokens import VOCAB_SIZE, Prompt, mixed
-from .result import SOURCES, TIERS, TokenCounts
+from .result import SOURCES, TokenCounts
 
 WORD_BYTES = 8
 # One 8-byte seed per page, int64: the start of its key.

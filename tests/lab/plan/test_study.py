@@ -16,10 +16,10 @@ import pytest
 from hicache.cli.model_shapes import ModelShape
 from hicache.errors import InvalidInput
 from hicache.keys import page_keys
-from hicache.lab.plan.result import TIERS
 from hicache.lab.replay.ideal import Uses, lru_hits
 from hicache.lab.replay.stand_in import page_seeds
 from hicache.lab.speeds import ComputeSpeed, Speeds, StorageSpeed
+from hicache.lab.tier_names import TIERS
 from hicache.lab.traces.request import TraceRequest
 from hicache.lab.traces.routing import Router, Routing
 from hicache.lab.traces.synthetic import synthetic_trace
