@@ -17,6 +17,7 @@ from pydantic import (
     BeforeValidator,
     GetPydanticSchema,
     PlainSerializer,
+    SerializationInfo,
     ValidationInfo,
     ValidatorFunctionWrapHandler,
     WithJsonSchema,
@@ -192,6 +193,12 @@ def _positive(value: Any) -> Any:
 
 
 _SIZE_SCHEMA = {"anyOf": [{"type": "integer", "const": 0}, {"type": "string", "examples": ["200GiB", "64MB"]}]}
+def _written_size_or_share(size: int | Share, info: SerializationInfo) -> Any:
+    if isinstance(size, Share):
+        return str(size)
+    return exact_size(size) if size and info.mode == "json" else size
+
+
 def _or_share(size: Any) -> GetPydanticSchema:
     return GetPydanticSchema(
         lambda _, schema_of: core_schema.no_info_wrap_validator_function(_size_or_share, schema_of(size))
@@ -202,9 +209,7 @@ _SHARE_SCHEMA = {"anyOf": [{"type": "integer", "const": 0}, {"type": "string", "
 _DURATION_SCHEMA = {"anyOf": [{"type": "number", "const": 0}, {"type": "string", "examples": ["5s", "250ms"]}]}
 
 _SIZE_TEXT = PlainSerializer(lambda size: exact_size(size) if size else 0, when_used="json")
-_SHARE_TEXT = PlainSerializer(
-    lambda size: str(size) if isinstance(size, Share) else exact_size(size) if size else 0, when_used="json"
-)
+_SHARE_TEXT = PlainSerializer(_written_size_or_share)
 _DURATION_TEXT = PlainSerializer(exact_duration, when_used="json")
 
 _WRITTEN_SIZE = BeforeValidator(_with_unit(parse_size, "size"))

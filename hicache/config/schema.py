@@ -127,7 +127,7 @@ class HostConfig(Section):
         if self.size is None and self.tokens is None and self.ratio is None:
             raise ValueError("set one of size, tokens, ratio")
         if isinstance(self.size, Share) and self.shared.owner == "daemon":
-            raise ValueError("size: the daemon creates the memory and does not know a share; write a size, as 64GiB")
+            raise ValueError("size: the daemon creates the memory and takes no share; write a size, such as 64GiB")
         return self
 
 
