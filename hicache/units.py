@@ -192,7 +192,6 @@ def _positive(value: Any) -> Any:
     return value
 
 
-_SIZE_SCHEMA = {"anyOf": [{"type": "integer", "const": 0}, {"type": "string", "examples": ["200GiB", "64MB"]}]}
 def _written_size_or_share(size: int | Share, info: SerializationInfo) -> Any:
     if isinstance(size, Share):
         return str(size)
@@ -205,6 +204,7 @@ def _or_share(size: Any) -> GetPydanticSchema:
     )
 
 
+_SIZE_SCHEMA = {"anyOf": [{"type": "integer", "const": 0}, {"type": "string", "examples": ["200GiB", "64MB"]}]}
 _SHARE_SCHEMA = {"anyOf": [{"type": "integer", "const": 0}, {"type": "string", "examples": ["200GiB", "80%"]}]}
 _DURATION_SCHEMA = {"anyOf": [{"type": "number", "const": 0}, {"type": "string", "examples": ["5s", "250ms"]}]}
 
