@@ -79,7 +79,7 @@ def show_job(client: AdminClient, job: Job, as_json: bool) -> None:
         raise click.exceptions.Exit(USAGE_EXIT_CODE)
     if job.state is JobState.CANCELLED or job.is_cancelling:
         raise click.exceptions.Exit(INTERRUPTED_EXIT_CODE)
-    is_cold = job.kind is JobKind.WARM and not job.progress.pages
+    is_cold = job.kind is JobKind.WARM and job.state is JobState.DONE and not job.progress.pages
     if job.progress.damaged or job.progress.unsupported or is_cold:
         raise click.exceptions.Exit(FOUND_EXIT_CODE)
 

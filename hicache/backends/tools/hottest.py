@@ -33,11 +33,11 @@ class HottestChains:
         """Yield the namespace and the page keys, root first, of each further chain in `namespaces`; None for a step
         without a result.
 
-        The most recently used pages are chosen in turn, each with its missing ancestors, until one does not fit. Then
-        the chains follow, from roots to pages without a chosen child. A chain is as hot as its newest page; of chains
-        that share this page, the one with the newer end is hotter. A page whose last use is unknown is the oldest, and
-        a page with a missing ancestor or in a cycle is skipped. Reads one header per page. Blocks, and raises as
-        `StoredPages`.
+        The most recently used pages are chosen in turn, each after its ancestors, as far as they fit. Then the chains
+        follow, from roots to pages without a chosen child. A chain is as hot as its newest page; of chains that share
+        this page, the one with the newer end is hotter. A page whose last use is unknown is the oldest, and a page with
+        a missing ancestor or in a cycle is skipped. Reads the header of a page once, or twice if it is not chosen.
+        Blocks, and raises as `StoredPages`.
         """
         newest = yield from self._newest(stored, namespaces)
         ranks: dict[PageId, tuple[int, int]] = {}  # of the newest page of its path, and its own
@@ -46,13 +46,11 @@ class HottestChains:
             yield None
             for link, parent, size_bytes in self._climb(stored, where, useless):
                 if size_bytes > self._left:
-                    newest = []
+                    useless.add(link)
                     break
                 self._left -= size_bytes
                 self._parents[link] = parent
                 ranks[link] = min(rank, ranks[parent][0] if parent in ranks else rank), rank
-            if not newest:
-                break
         inner = {self._parents[where] for where in ranks}
         for where in sorted(ranks.keys() - inner, key=ranks.__getitem__):
             yield where[0], self._keys(where)
