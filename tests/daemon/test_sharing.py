@@ -26,6 +26,7 @@ from hicache.backends.testing import (
     PRESENT,
     SET_ERROR,
     STORED,
+    Subject,
     bare,
     delete,
     empty_frames,
