@@ -89,10 +89,12 @@ def test_a_request_for_the_same_pages_is_not_bound_by_the_end_of_a_warm_up() -> 
     world = World(backend=backend, device_pages=64, host_pages=32)
     world.serve("a", prompt(*range(100, 132)))
     world.settle()
+    skipped = world.skipped
     assert world.cache.start_warming("warm", KEY)
     assert world.cache.prefetch_from_storage("b", prompt(*range(1, 9)))  # follows it
     request = world.serve("b", prompt(*range(1, 9)))
-    assert (request.storage_hit_tokens, world.skipped) == (32, {})
+    assert request.storage_hit_tokens == 32
+    assert world.skipped == skipped
     assert world.cache.end_warming("warm") == 0
 
 
