@@ -55,11 +55,15 @@ class _Tally:
     unlisted: list[str] = field(default_factory=list)
     wanted: dict[tuple[str, bytes], bool] = field(default_factory=dict)
 
+    def want(self, namespace: str, keys: Sequence[bytes]) -> None:
+        """Count the pages of a chain as wanted."""
+        for key in keys:
+            self.wanted.setdefault((namespace, key), False)
+
     def add(self, namespace: str, keys: Sequence[bytes], done: Warmed) -> None:
-        """Count the pages of a chain after a piece."""
-        pages = [(namespace, key) for key in keys]
-        self.wanted = dict.fromkeys(pages, False) | self.wanted
-        for number, page in enumerate(pages[: done.pages]):
+        """Count the pages of a wanted chain after a piece."""
+        for number, key in enumerate(keys[: done.pages]):
+            page = namespace, key
             if self.wanted[page]:
                 continue
             if number >= done.pages - done.read_pages:
@@ -99,17 +103,20 @@ def _steps(
     if request.top_bytes is not None:
         found = target.stores.hottest(namespaces, request.top_bytes)
     for one in found:
-        if isinstance(one, str):
-            tally.unlisted.append(one)
-        elif one is not None and one[1] not in tally.full:
+        if one is None or isinstance(one, str):
+            if len(tally.full) == len(namespaces):
+                return  # the next store would be listed in vain
+            tally.unlisted += [] if one is None else [one]
+        else:
             store, namespace, chain = one
-            keys, done = target.page_keys(chain), None
-            while done is None or (done.read_pages and done.pages < len(keys) and not request.dry_run):
-                limit.wait(tally.read_bytes)
-                done = target.warm(namespace, chain, piece_bytes)
-                tally.add(namespace, keys, done)
-                yield tally.progress(store)
-            tally.end(namespace, keys, done)
+            keys = target.page_keys(chain)
+            tally.want(namespace, keys)
+            if namespace not in tally.full:
+                done = None
+                while done is None or (done.read_pages and done.pages < len(keys) and not request.dry_run):
+                    limit.wait(tally.read_bytes)
+                    done = target.warm(namespace, chain, piece_bytes)
+                    tally.add(namespace, keys, done)
+                    yield tally.progress(store)
+                tally.end(namespace, keys, done)
         yield tally.progress(store)
-        if len(tally.full) == len(namespaces):
-            return

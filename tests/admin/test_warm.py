@@ -83,8 +83,8 @@ def test_a_warm_up_stops_when_memory_is_full_and_evicts_nothing(tmp_path: Path) 
         engine.serve("b", prompt(5, 6, 7))
         engine.settle()
         for dry_run in (True, False):
-            progress = engine.job("/warm", {"prompts": [TOKENS], "dry_run": dry_run})["progress"]
-            assert (progress["pages"], progress["total"], progress["bytes"]) == (3, 4, 3 * FRAME_BYTES)
+            progress = engine.job("/warm", {"prompts": [TOKENS, OTHER], "dry_run": dry_run})["progress"]
+            assert (progress["pages"], progress["total"], progress["bytes"]) == (3, 6, 3 * FRAME_BYTES)
             assert progress["skipped"] == ["memory is full, and a warm-up evicts nothing"]
         assert engine.cache.statistics().evicted_pages.get("host", 0) == 0
         assert engine.places(tokens={"ids": [5] * 4 + [6] * 4 + [7] * 4}) == [["device", "file"]] * 3
