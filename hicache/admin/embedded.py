@@ -197,23 +197,46 @@ class EmbeddedCache:
 
     def warm(self, namespace: str, chain: Chain, bytes_max: int) -> Warmed:
         """See AdminTarget. Pages on L1 or L2 count as in memory; pages are read to L2, by a prefetch without a request.
-        The scheduler starts and ends it, and is asked every `WARM_PAUSE_S` whether it has ended."""
+        The scheduler starts it, and is asked every `WARM_PAUSE_S` whether it has ended."""
         cache, key = self._cache, self._chain_key(chain)
-        page_bytes, page_positions = cache.host.frame_bytes, 1 if key.is_given else cache.page_size
+        keys, page_bytes = self._page_keys(key), cache.host.frame_bytes
+        page_positions = 1 if key.is_given else cache.page_size
+        rid = f"warm-{self._instance}"
+
+        def begin() -> tuple[int, int]:
+            cache.end_warming(rid)  # of a piece whose end the scheduler did not serve in time
+            pages, free_pages = self._warmth(key)
+            if bytes_max and free_pages and pages < len(keys):
+                cache.start_warming(rid, key.head((pages + max(1, bytes_max // page_bytes)) * page_positions))
+            return pages, free_pages
+
         with self._warm_lock:
-            pages, free_pages = self._ask(lambda: self._warmth(key))
-            missing = self._page_keys(key)[pages:]
-            if not bytes_max:
-                stored_pages = min(free_pages, self._stored(missing))
-                return Warmed(pages + stored_pages, stored_pages, free_pages * page_bytes, page_bytes)
-            wanted = key.head((pages + max(1, bytes_max // page_bytes)) * page_positions)
-            arrived, until_s = 0, self.clock() + WARM_TRIES_S
-            while missing and free_pages and not (arrived := self._prefetch(wanted)):
-                if self.clock() >= until_s or not self._stored(missing[:1]):
+            until_s, arrived = self.clock() + WARM_TRIES_S, 0
+            pages, free_pages = self._ask(begin)
+            if not bytes_max and free_pages:
+                arrived = min(free_pages, self._stored(keys[pages:]))
+                return Warmed(pages + arrived, arrived, free_pages * page_bytes, page_bytes)
+            while bytes_max and free_pages and pages < len(keys):
+                arrived, pages, free_pages = self._end_warming(rid, key)
+                if arrived or self.clock() >= until_s or not self._stored(keys[pages : pages + 1]):
                     break
-                self.clock.sleep(WARM_PAUSE_S)
-            pages, free_pages = self._ask(lambda: self._warmth(key))
+                pages, free_pages = self._ask(begin)
         return Warmed(pages, arrived, free_pages * page_bytes, page_bytes)
+
+    def _end_warming(self, rid: str, key: RadixKey) -> tuple[int, int, int]:
+        """Wait until a warm-up has ended. Return how many pages have arrived, and `_warmth`."""
+        cache, until_s = self._cache, self.clock() + PREFETCH_S_MAX
+
+        def end() -> tuple[int, int, int] | None:
+            if cache.is_warming(rid) and self.clock() < until_s:
+                return None
+            return cache.end_warming(rid), *self._warmth(key)
+
+        ended = None
+        while ended is None:
+            self.clock.sleep(WARM_PAUSE_S)
+            ended = self._ask(end)
+        return ended
 
     def _warmth(self, key: RadixKey) -> tuple[int, int]:
         """Return the pages of a key in memory, and the free pages of L2. Scheduler thread."""
@@ -224,21 +247,6 @@ class EmbeddedCache:
         """Return how many leading pages storage has. Blocks."""
         backend = self._cache.controller.backend
         return 0 if backend is None else backend.batch_exists(keys, deadline=self.clock() + SCHEDULER_TIMEOUT_S)
-
-    def _prefetch(self, key: RadixKey) -> int:
-        """Read the missing pages of `key`. Return how many have arrived. REQUIRES: `_warm_lock` is held."""
-        cache, rid = self._cache, f"warm-{self._instance}"
-
-        def start() -> bool:
-            cache.end_warming(rid)  # of a piece whose end the scheduler did not serve in time
-            return cache.start_warming(rid, key)
-
-        until_s = self.clock() + PREFETCH_S_MAX
-        is_active = self._ask(start)
-        while is_active and self.clock() < until_s:
-            self.clock.sleep(WARM_PAUSE_S)
-            is_active = self._ask(lambda: cache.is_warming(rid))
-        return self._ask(lambda: cache.end_warming(rid))
 
     def pin(self, request: PinRequest) -> PinStatus:
         """See AdminTarget. A pin ends `ttl_s` after a request has used all of it."""

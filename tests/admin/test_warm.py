@@ -16,6 +16,7 @@ import pytest
 from hicache.admin import serve_configured, warmup
 from hicache.admin.embedded import AdminServer
 from hicache.cache import HostCache, create_host_cache
+from hicache.cache.tiered import TieredCache
 from hicache.keys import RadixKey
 from tests.admin.ctl import Ctl
 from tests.admin.running import DIGEST, IDS, KEYS, PROMPT, RunningEngine, ask, file_config
@@ -86,8 +87,12 @@ def test_a_warm_up_stops_when_memory_is_full_and_evicts_nothing(tmp_path: Path) 
             progress = engine.job("/warm", {"prompts": [TOKENS, OTHER], "dry_run": dry_run})["progress"]
             assert (progress["pages"], progress["total"], progress["bytes"]) == (3, 6, 3 * FRAME_BYTES)
             assert progress["skipped"] == ["memory is full, and a warm-up evicts nothing"]
+        # The chains behind it that are in memory anyway are counted.
+        there = {"ids": [5] * 4 + [6] * 4 + [7] * 4}
+        progress = engine.job("/warm", {"prompts": [TOKENS, there]})["progress"]
+        assert (progress["pages"], progress["total"], progress["bytes"]) == (6, 7, 0)
         assert engine.cache.statistics().evicted_pages.get("host", 0) == 0
-        assert engine.places(tokens={"ids": [5] * 4 + [6] * 4 + [7] * 4}) == [["device", "file"]] * 3
+        assert engine.places(tokens=there) == [["device", "file"]] * 3
         assert engine.places(tokens=TOKENS) == [["host", "file"]] * 3 + [["file"]]
 
 
@@ -106,6 +111,15 @@ def test_a_cancelled_warm_up_keeps_the_pages_that_have_arrived(cold: RunningEngi
     assert 1 <= pages < 4
     cold.call(cold.cache.check)
     assert cold.places(tokens=TOKENS) == [["host", "file"]] * pages + [["file"]] * (4 - pages)
+    assert cold.job("/warm", {"prompts": [TOKENS]})["progress"]["pages"] == 4
+
+
+def test_a_warm_up_is_tried_again_while_requests_use_the_room_for_prefetches(
+    cold: RunningEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused = iter([True, True, False, False])
+    start = TieredCache.start_warming
+    monkeypatch.setattr(TieredCache, "start_warming", lambda *asked: not next(refused) and start(*asked))
     assert cold.job("/warm", {"prompts": [TOKENS]})["progress"]["pages"] == 4
 
 
