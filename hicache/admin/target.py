@@ -34,13 +34,13 @@ class MemoryPlaces:
 
 @dataclass(frozen=True, slots=True)
 class Warmed:
-    """The result of a piece of a warm-up: the first `pages` of the chain are in memory, and `read_pages` were read.
-    `free_bytes` of memory, in pages of `page_bytes`, can still be used without an eviction."""
+    """The result of a piece of a warm-up: the first `pages` of the chain are in memory, the last `read_pages` of them
+    since this piece. `is_full`: no page of `page_bytes` fits into memory without an eviction."""
 
     pages: int
     read_pages: int
-    free_bytes: int
     page_bytes: int
+    is_full: bool
 
 
 class AdminTarget(Protocol):
@@ -75,8 +75,7 @@ class AdminTarget(Protocol):
 
     def warm(self, namespace: str, chain: Chain, bytes_max: int) -> Warmed:
         """Read the next pages of a chain from storage into free memory: at most `bytes_max`, but at least one page.
-        Evicts nothing. For 0, read nothing, and return the result that reading all would have, except for
-        `free_bytes`. `namespace` is a whole digest."""
+        Evicts nothing. For 0, read nothing, and count all stored pages as read. `namespace` is a whole digest."""
 
     def pin(self, request: PinRequest) -> PinStatus:
         """Keep those pages of a chain that are in memory."""

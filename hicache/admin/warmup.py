@@ -7,7 +7,6 @@ two pieces. One thread makes the steps of a warm-up; no lock.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ..backends.tools.verify import RateLimit
@@ -15,11 +14,11 @@ from ..errors import AdminError
 from ..units import counted
 from .models import Progress, WarmRequest
 from .stores import Steps
-from .target import AdminTarget, Chain, Warmed
+from .target import AdminTarget, Chain
 
 _Found: TypeAlias = tuple[str, str, Chain] | str | None
-# The most bytes of a piece. A piece takes an idle engine at least three polls, about 60 ms with vLLM, so smaller ones
-# would be slower than most stores; larger ones would occupy more of the memory and the workers of prefetches.
+# The most bytes of a piece. A piece takes an idle engine at least two polls, about 40 ms with vLLM, so smaller ones
+# would be slower than most stores; larger ones would reserve more memory for pages that may not be in storage.
 PIECE_BYTES = 64 << 20
 
 
@@ -41,81 +40,42 @@ def warm(target: AdminTarget, request: WarmRequest) -> Steps:
     return _steps(target, request, chains, namespaces)
 
 
-@dataclass(slots=True)
-class _Tally:
-    """Counts wanted pages. Invariant: `pages` is the number of values True in `wanted`, of pages that have been in
-    memory, or would have been after the pieces of a dry run; `read_bytes` are those of the pages that were read for it.
-    `cut` counts the chains whose rest is missing; `full` are namespaces."""
-
-    is_dry: bool
-    pages: int = 0
-    read_bytes: int = 0
-    cut: int = 0
-    full: set[str] = field(default_factory=set)
-    unlisted: list[str] = field(default_factory=list)
-    wanted: dict[tuple[str, bytes], bool] = field(default_factory=dict)
-
-    def want(self, namespace: str, keys: Sequence[bytes]) -> None:
-        """Count the pages of a chain as wanted."""
-        for key in keys:
-            self.wanted.setdefault((namespace, key), False)
-
-    def add(self, namespace: str, keys: Sequence[bytes], done: Warmed) -> None:
-        """Count the pages of a wanted chain after a piece."""
-        for number, key in enumerate(keys[: done.pages]):
-            page = namespace, key
-            if self.wanted[page]:
-                continue
-            if number >= done.pages - done.read_pages:
-                if self.is_dry and self.read_bytes + done.page_bytes > done.free_bytes:
-                    break
-                self.read_bytes += done.page_bytes
-            self.wanted[page] = True
-            self.pages += 1
-
-    def end(self, namespace: str, keys: Sequence[bytes], done: Warmed) -> None:
-        """Count the end of a chain."""
-        if not all(self.wanted[namespace, key] for key in keys):
-            if done.free_bytes - (self.read_bytes if self.is_dry else 0) < done.page_bytes:
-                self.full.add(namespace)
-            else:
-                self.cut += 1
-
-    def progress(self, store: str) -> Progress:
-        """Return the progress so far."""
-        reasons = [f"{name}: cannot be listed" for name in self.unlisted]
-        if self.cut:
-            reasons.append(f"the rest of {counted(self.cut, 'chain')} is not in storage, or cannot be read now")
-        if self.full:
-            reasons.append("memory is full, and a warm-up evicts nothing")
-        return Progress(
-            store=store, pages=self.pages, total=len(self.wanted), bytes=self.read_bytes, skipped=reasons
-        )
-
-
 def _steps(
     target: AdminTarget, request: WarmRequest, chains: Sequence[Chain], namespaces: Sequence[str]
 ) -> Steps:
-    rate, tally, store = request.rate_bytes_per_s, _Tally(request.dry_run), ""
+    rate, store, read_bytes, cut = request.rate_bytes_per_s, "", 0, 0
     limit = RateLimit(rate, target.clock)
     piece_bytes = 0 if request.dry_run else min(PIECE_BYTES, rate or PIECE_BYTES)
+    wanted: set[tuple[str, bytes]] = set()  # and those of them that are, or have been, in memory
+    warm: set[tuple[str, bytes]] = set()
+    skipped: dict[str, None] = {}
+
+    def progress() -> Progress:
+        reasons = [f"the rest of {counted(cut, 'chain')} is not in storage, or cannot be read now"] if cut else []
+        return Progress(
+            store=store, pages=len(warm), total=len(wanted), bytes=read_bytes, skipped=[*reasons, *skipped]
+        )
+
     found: Iterator[_Found] = iter([("", namespace, chain) for chain in chains for namespace in namespaces])
     if request.top_bytes is not None:
         found = target.stores.hottest(namespaces, request.top_bytes)
     for one in found:
-        if one is None or isinstance(one, str):
-            if len(tally.full) == len(namespaces):
-                return  # the next store would be listed in vain
-            tally.unlisted += [] if one is None else [one]
-        else:
+        if isinstance(one, str):
+            skipped[f"{one}: cannot be listed"] = None
+        elif one is not None:
             store, namespace, chain = one
-            keys = target.page_keys(chain)
-            tally.want(namespace, keys)
+            pages = [(namespace, key) for key in target.page_keys(chain)]
+            wanted.update(pages)
             done = None
-            while done is None or (done.read_pages and done.pages < len(keys) and not request.dry_run):
-                limit.wait(tally.read_bytes)
-                done = target.warm(namespace, chain, piece_bytes)  # of a full memory, what it has
-                tally.add(namespace, keys, done)
-                yield tally.progress(store)
-            tally.end(namespace, keys, done)
-        yield tally.progress(store)
+            while done is None or (done.read_pages and done.pages < len(pages) and piece_bytes):
+                limit.wait(read_bytes)
+                done = target.warm(namespace, chain, piece_bytes)
+                read_bytes += done.page_bytes * len({*pages[done.pages - done.read_pages : done.pages]} - warm)
+                warm.update(pages[: done.pages])
+                yield progress()
+            if not warm.issuperset(pages):
+                if done.is_full and not request.dry_run:
+                    skipped["memory is full, and a warm-up evicts nothing"] = None
+                else:
+                    cut += 1
+        yield progress()

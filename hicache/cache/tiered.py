@@ -14,15 +14,15 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from threading import get_ident
-from typing import Self, TypedDict
+from typing import NamedTuple, Self, TypedDict
 
 from ..arguments import instance, number, whole
 from ..backends.base import Direction
 from ..backends.kept import KeptFrames
 from ..backends.storage import Storage
-from ..controller import Acks, HiCacheController
+from ..controller import PREFETCH_S_MAX, Acks, HiCacheController, Read
 from ..errors import InvalidInput, RankError
 from ..events import EventStream, Publisher
 from ..frame import FrameCodec
@@ -72,13 +72,22 @@ class TieredOptions(TypedDict, total=False):
     release: Callable[[], None]
 
 
+class Warming(NamedTuple):
+    """Pages of `key` from `start_page` on that a warm-up reads into reserved pages of L2, for `tree`."""
+
+    tree: RadixTree
+    key: RadixKey
+    start_page: int
+    read: Read | None
+
+
 class TieredCache:
     """See the module's docstring and `TieredOptions`. Uses the configuration of `controller`.
 
     `device` are the pages of L1, zero for a cache without L1. `built_by` is the process that watches the cache
     (`unclosed`), which sets `on_collected`; `caller` has the thread that owns the cache. `storage` detaches the store,
     attaches another, and switches its directions off and on. `mailbox` has the operators' requests, which `poll`
-    serves.
+    serves. `warming_pages` pages of L2 are reserved for warm-ups.
     """
 
     on_collected: Callable[[TieredCache], None] | None = None
@@ -128,7 +137,7 @@ class TieredCache:
         self.caller = CallerWatch(controller)
         # Requests that must have used a page before it is worth storing.
         self._saved_hits_min = config.selective_hits if config.write_policy == "write_through_selective" else 0
-        self._unsaved_pages = 0
+        self._unsaved_pages = self.warming_pages = 0
 
     def _new_tree(self) -> RadixTree:
         bounds = self.config.transfer
@@ -224,26 +233,44 @@ class TieredCache:
 
     # Warm-up
 
-    def start_warming(self, rid: str, key: RadixKey) -> bool:
-        """Start reading from storage the part of `key` that is not cached, into free pages of L2, however short or slow
-        that is. It evicts nothing. Return False if it is not possible now. `rid` differs from those of requests. Call
-        `end_warming` once `is_warming` is False, or sooner.
+    def begin_warming(self, key: RadixKey, keys: Sequence[bytes], pages_max: int) -> Warming:
+        """Reserve free pages of L2 for at most `pages_max` pages of `key` after those on L1 and L2; `keys` are all its
+        page keys. Evicts nothing. The read stays None if nothing is missing, free or readable now.
 
-        Raises InvalidInput for a key of another kind than the cache's and after `close`, TransferError after a copy to
-        or from the device has failed.
+        Another thread makes the read with `controller.read_apart`; then call `end_warming`. Raises InvalidInput for a
+        key of another kind than the cache's and after `close`, TransferError after a copy to or from the device has
+        failed. REQUIRES: there are no other ranks.
         """
         self._require_service()
-        self.tree.require_fitting(key)
-        return self._prefetcher.start(rid, key, is_warmup=True)
+        tree, controller, found = self.tree, self.controller, self.tree.peek(key)
+        start = found.device_pages + found.host_pages
+        count = min(pages_max, len(keys) - start, self.host.allocator.free_pages)
+        pages = self._l2.reserve(count) if count > 0 and controller.gate.may(Direction.READ) else None
+        if pages is None:
+            return Warming(tree, key, start, None)
+        read = Read(
+            keys[start : start + count], pages, storage=controller.gate.enter(), codec=controller.host_codec,
+            deadline=controller.clock() + PREFETCH_S_MAX,
+        )  # fmt: skip
+        self.warming_pages += count
+        return Warming(tree, key, start, read)
 
-    def is_warming(self, rid: str) -> bool:
-        """Return True while the warm-up may still bring pages."""
-        return self._prefetcher.is_active(rid)
-
-    def end_warming(self, rid: str) -> int:
-        """End the warm-up, if there is one. Return how many of its pages have arrived; they stay while there is room.
-        """
-        return self._prefetcher.abort(rid)
+    def end_warming(self, warming: Warming) -> int:
+        """Put the pages that have arrived into the tree, and free the others: all of them if the tree or the store has
+        been replaced since. Return how many the tree has taken. REQUIRES: the read was made."""
+        if (read := warming.read) is None:
+            return 0
+        is_current = warming.tree is self.tree and read.storage is self.controller.gate.storage
+        keys = list(read.keys[: read.pages_here * is_current])
+        unused = read.host_pages[:0]
+        if keys:
+            stored = self._l2.are_in_storage(keys)
+            arrived = read.host_pages[: len(keys)]
+            _, unused = self.tree.insert_host(warming.key, warming.start_page, arrived, keys, stored=stored)
+        self.warming_pages -= len(read.host_pages)
+        self._l2.commit(len(keys), unused)
+        self._l2.release(read.host_pages[len(keys) :])
+        return len(keys) - len(unused)
 
     # Each step
 

@@ -258,6 +258,10 @@ class HiCacheController:
         self._storage.submit(read)
         return read
 
+    def read_apart(self, read: Read) -> None:
+        """See `StorageExecutor.read_apart`."""
+        self._storage.read_apart(read)
+
     def cancel_prefetch(self, operation: Lookup | Read) -> None:
         """Stop a lookup or read at its next batch. It is still acknowledged."""
         operation.cancelled = True

@@ -4,7 +4,8 @@ The answers of a backend are checked before they count, because a wrong count wo
 
 Locking design: `look_up`, `read` and `_store_or_touch` run on worker threads, several at once. They write the fields of
 their operation (see `operations`) and `broken_chains` of its store (see `gate`), append to `_lost`, a deque with atomic
-operations, and return finished operations through one `SimpleQueue`. The scheduler thread calls every other method.
+operations, and return finished operations through one `SimpleQueue`. `read_apart` runs on any thread; it changes
+`_apart`, a set with atomic operations. The scheduler thread calls every other method.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ _TOUCHED_AT_ONCE = 1024
 # Bound of the lost pages that the scheduler has not taken yet. Beyond it the oldest are dropped: a later touch reports
 # them again.
 _LOST_MAX = 65_536
+# The polling interval for reads of other threads at the end.
+_APART_WAIT_S = 0.001
 # The scheduler takes at most this many lost pages per step, at a microsecond or less each.
 _LOST_PER_STEP = 64
 
@@ -68,6 +71,7 @@ class StorageExecutor:
         self.touched_pages = 0
         self._lost: deque[bytes] = deque(maxlen=_LOST_MAX)
         self._hears_losses = hears_losses
+        self._apart: set[Read] = set()  # in flight on threads of callers
         self._touch: Touch | None = None  # the last Touch, until it has ended
         self.gate = StorageGate(host.memory, workers, clock, self._lost.extend if hears_losses else None)
         self._host = host
@@ -156,8 +160,10 @@ class StorageExecutor:
         ended = True
         for pool in self.pools.values():
             ended = pool.close(max(0.0, deadline - self._clock())) and ended
+        while self._apart and self._clock() < deadline:
+            self._clock.sleep(_APART_WAIT_S)
         opening_ended = self.gate.slot.end(max(0.0, deadline - self._clock()))
-        return ended and self.gate.slot.close() and opening_ended
+        return ended and not self._apart and self.gate.slot.close() and opening_ended
 
     # On the workers
 
@@ -206,6 +212,16 @@ class StorageExecutor:
                 if outcomes[hits] in (GetOutcome.MISS, GetOutcome.CORRUPT):
                     self._note_lost(read.keys[start + hits :])
                 return
+
+    def read_apart(self, read: Read) -> None:
+        """Make a read that was not submitted, on the caller's thread, and leave its store. Blocks. Raises as the store,
+        and BackendError for a wrong answer; the pages before it have arrived."""
+        self._apart.add(read)
+        try:
+            self.read(read, lambda: None)
+        finally:
+            self._apart.discard(read)
+            self.gate.slot.leave(read.storage)
 
     def _store_or_touch(self, operation: Store | Touch, beat: _Beat) -> None:
         if isinstance(operation, Touch):

@@ -163,15 +163,15 @@ class NodeAdmin:
         def pooled() -> int:
             return [*pool.has(found.space, keys), False].index(False)
 
-        pages, room = pooled(), pool.room(found.space)
-        if not bytes_max:
-            backends = found.store.slot.open_backends()
-            stored = max((one.batch_exists(keys[pages:], deadline=deadline) for one in backends), default=0)
-            return Warmed(pages + min(stored, room), min(stored, room), room * page_bytes, page_bytes)
-        most = min(room, WARM_PAGES_MAX, max(1, bytes_max // page_bytes))
-        found.store.warm(keys[pages : pages + most], deadline)
-        after = pooled()
-        return Warmed(after, max(0, after - pages), pool.room(found.space) * page_bytes, page_bytes)
+        pages = after = pooled()
+        if bytes_max:
+            most = min(pool.room(found.space), WARM_PAGES_MAX, -(-bytes_max // page_bytes))
+            found.store.warm(keys[pages : pages + most], deadline)
+            after = pooled()
+        else:
+            for backend in found.store.slot.open_backends():
+                after += backend.batch_exists(keys[pages:], deadline=deadline)
+        return Warmed(after, max(0, after - pages), page_bytes, not pool.room(found.space))
 
     def pin(self, request: PinRequest) -> PinStatus:
         """See AdminTarget."""

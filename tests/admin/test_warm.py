@@ -16,7 +16,8 @@ import pytest
 from hicache.admin import serve_configured, warmup
 from hicache.admin.embedded import AdminServer
 from hicache.cache import HostCache, create_host_cache
-from hicache.cache.tiered import TieredCache
+from hicache.cache.mailbox import Mailbox
+from hicache.controller import HiCacheController, Read
 from hicache.keys import RadixKey
 from tests.admin.ctl import Ctl
 from tests.admin.running import DIGEST, IDS, KEYS, PROMPT, RunningEngine, ask, file_config
@@ -66,7 +67,7 @@ def test_pages_that_prompts_share_count_once_and_missing_ones_are_named(cold: Ru
     assert (salted["pages"], salted["total"], salted["bytes"]) == (0, 4, 0)
 
 
-def test_a_dry_run_reads_nothing_and_has_the_result_of_the_warm_up(cold: RunningEngine) -> None:
+def test_a_dry_run_reads_nothing_and_has_the_result_of_a_warm_up_with_enough_memory(cold: RunningEngine) -> None:
     body = {"prompts": [TOKENS, {"ids": IDS[:8] + [5] * 4}, OTHER]}
     before = read_pages(cold)
     dry = cold.job("/warm", body | {"dry_run": True})
@@ -83,10 +84,11 @@ def test_a_warm_up_stops_when_memory_is_full_and_evicts_nothing(tmp_path: Path) 
         engine.call(engine.cache.clear)
         engine.serve("b", prompt(5, 6, 7))
         engine.settle()
-        for dry_run in (True, False):
-            progress = engine.job("/warm", {"prompts": [TOKENS, OTHER], "dry_run": dry_run})["progress"]
-            assert (progress["pages"], progress["total"], progress["bytes"]) == (3, 6, 3 * FRAME_BYTES)
-            assert progress["skipped"] == ["memory is full, and a warm-up evicts nothing"]
+        dry = engine.job("/warm", {"prompts": [TOKENS, OTHER], "dry_run": True})["progress"]
+        assert (dry["pages"], dry["total"], dry["bytes"]) == (4, 6, 4 * FRAME_BYTES)
+        progress = engine.job("/warm", {"prompts": [TOKENS, OTHER]})["progress"]
+        assert (progress["pages"], progress["total"], progress["bytes"]) == (3, 6, 3 * FRAME_BYTES)
+        assert progress["skipped"] == ["memory is full, and a warm-up evicts nothing"]
         # The chains behind it that are in memory anyway are counted.
         there = {"ids": [5] * 4 + [6] * 4 + [7] * 4}
         progress = engine.job("/warm", {"prompts": [TOKENS, there]})["progress"]
@@ -114,13 +116,38 @@ def test_a_cancelled_warm_up_keeps_the_pages_that_have_arrived(cold: RunningEngi
     assert cold.job("/warm", {"prompts": [TOKENS]})["progress"]["pages"] == 4
 
 
-def test_a_warm_up_is_tried_again_while_requests_use_the_room_for_prefetches(
-    cold: RunningEngine, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("closes", [False, True])
+def test_pages_of_a_warm_up_are_released_however_late_the_scheduler_is(
+    cold: RunningEngine, monkeypatch: pytest.MonkeyPatch, closes: bool
 ) -> None:
-    refused = iter([True, True, False, False])
-    start = TieredCache.start_warming
-    monkeypatch.setattr(TieredCache, "start_warming", lambda *asked: not next(refused) and start(*asked))
-    assert cold.job("/warm", {"prompts": [TOKENS]})["progress"]["pages"] == 4
+    asked: list[str] = []
+    read, ask_scheduler = HiCacheController.read_apart, Mailbox.ask
+
+    def read_while_it_stops(controller: HiCacheController, pages: Read) -> None:
+        monkeypatch.setattr("hicache.admin.embedded.SCHEDULER_TIMEOUT_S", 0.01)
+        cold.pause()
+        asked.clear()
+        read(controller, pages)
+
+    def counted(mailbox: Mailbox, *request: Any) -> Any:
+        asked.append("scheduler")
+        return ask_scheduler(mailbox, *request)
+
+    monkeypatch.setattr(HiCacheController, "read_apart", read_while_it_stops)
+    monkeypatch.setattr(Mailbox, "ask", counted)
+    started = cold.ask("POST", "/warm", {"prompts": [TOKENS]}, 202)
+    wait_for(lambda: len(asked) > 2)
+    assert cold.cache.warming_pages == 4
+    if closes:
+        cold.cache.mailbox.close()
+    else:
+        cold.resume()
+    wait_for(lambda: cold.ask("GET", f"/jobs/{started['id']}")["state"] in ("done", "failed"))
+    job = cold.ask("GET", f"/jobs/{started['id']}")
+    cold.resume()
+    assert (job["state"], job["progress"]["pages"]) == (("failed", 0) if closes else ("done", 4))
+    assert cold.cache.warming_pages == (4 if closes else 0)  # a closed cache keeps what it has
+    cold.call(cold.cache.check)
 
 
 def test_with_a_stopped_scheduler_a_warm_up_fails(cold: RunningEngine, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -92,17 +92,15 @@ def reference(forest: Forest, top_bytes: int, spaces: Sequence[bytes]) -> list[C
     all_pages.sort(key=lambda where: (forest.pages_by_id[where][2] or 0.0, where), reverse=True)
     newer_bytes = [sum(map(forest.bytes_of, all_pages[:number])) for number in range(len(all_pages))]
     newest = [page for page, before in zip(all_pages, newer_bytes, strict=True) if before < top_bytes]
-    turns: dict[PageId, int] = {}
-    for turn, where in enumerate(newest):
+    taken: list[PageId] = []
+    for where in newest:
         for page in path_of(forest, where) or ():
-            if page not in turns:
-                if sum(map(forest.bytes_of, turns)) + forest.bytes_of(page) > top_bytes:
+            if page not in taken:
+                if sum(map(forest.bytes_of, taken)) + forest.bytes_of(page) > top_bytes:
                     break
-                turns[page] = turn
-    ends = [page for page in turns if not any(forest.pages_by_id[other][0] == page for other in turns)]
-    paths = {page: path_of(forest, page) or [] for page in ends}
-    ends.sort(key=lambda page: (min(turns[one] for one in paths[page]), turns[page]))
-    return [(end[0], [key for _, key in paths[end]]) for end in ends]
+                taken.append(page)
+    ends = [page for page in taken if not any(forest.pages_by_id[other][0] == page for other in taken)]
+    return [(end[0], [key for _, key in path_of(forest, end) or ()]) for end in ends]
 
 
 def random_forest(dice: random.Random) -> Forest:

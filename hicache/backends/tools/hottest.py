@@ -34,26 +34,24 @@ class HottestChains:
         without a result.
 
         The most recently used pages are chosen in turn, each after its ancestors, as far as they fit. Then the chains
-        follow, from roots to pages without a chosen child. A chain is as hot as its newest page; of chains that share
-        this page, the one with the newer end is hotter. A page whose last use is unknown is the oldest, and a page with
-        a missing ancestor or in a cycle is skipped. Reads the header of a page once, or twice if it is not chosen.
-        Blocks, and raises as `StoredPages`.
+        follow, from roots to pages without a chosen child, in the order in which these were chosen. A page whose last
+        use is unknown is the oldest, and a page with a missing ancestor or in a cycle is skipped. Reads the header of a
+        page once, or twice if it is not chosen. Blocks, and raises as `StoredPages`.
         """
-        newest = yield from self._newest(stored, namespaces)
-        ranks: dict[PageId, tuple[int, int]] = {}  # of the newest page of its path, and its own
+        newest, before = (yield from self._newest(stored, namespaces)), len(self._parents)
         useless: set[PageId] = set()
-        for rank, where in enumerate(newest):
+        for where in newest:
             yield None
-            for link, parent, size_bytes in self._climb(stored, where, useless):
+            for page, parent, size_bytes in self._climb(stored, where, useless):
                 if size_bytes > self._left:
-                    useless.add(link)
+                    useless.add(page)
                     break
                 self._left -= size_bytes
-                self._parents[link] = parent
-                ranks[link] = min(rank, ranks[parent][0] if parent in ranks else rank), rank
-        inner = {self._parents[where] for where in ranks}
-        for where in sorted(ranks.keys() - inner, key=ranks.__getitem__):
-            yield where[0], self._keys(where)
+                self._parents[page] = parent
+        inner = set(self._parents.values())
+        for end in itertools.islice(self._parents, before, None):
+            if end not in inner:
+                yield end[0], self._keys(end)
 
     def _newest(
         self, stored: StoredPages, namespaces: Sequence[bytes]
@@ -88,9 +86,8 @@ class HottestChains:
             at = path[at][0]
         return [(page, *path[page]) for page in reversed(path)]
 
-    def _keys(self, where: PageId) -> list[bytes]:
-        keys: list[bytes] = []
-        at: PageId | None = where
+    def _keys(self, end: PageId) -> list[bytes]:
+        keys, at = [end[1]], self._parents[end]
         while at is not None:
             keys.append(at[1])
             at = self._parents[at]
