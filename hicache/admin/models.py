@@ -207,7 +207,7 @@ class Progress(Model):
     for all stores so far: `damaged` by reason, `removed` pages; `findings` are the first damaged pages.
 
     Of a warm-up: `pages` of the `total` wanted pages so far are in memory, and `skipped` has the reasons for the
-    others. A dry run has the progress that the warm-up would have.
+    others. A dry run has the progress of a warm-up with enough free memory.
     """
 
     store: str = ""

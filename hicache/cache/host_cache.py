@@ -474,8 +474,7 @@ class HostCache(TieredCache):
         ids = np.concatenate([NO_PAGES, *reserved, *held])
         if len(np.unique(ids)) != len(ids):
             raise InvariantError("L2: a page of a write is a node's too, or another write's")
-        reading = self._l2.reserved_pages - self._writing_pages - self.warming_pages
-        if not 0 <= reading <= self.controller.read_pages:
+        if not 0 <= self._l2.reserved_pages - self._writing_pages - self.warming_pages <= self.controller.read_pages:
             raise InvariantError(
                 f"L2: {self._l2.reserved_pages} pages are reserved, {self._writing_pages} of them for writes"
             )

@@ -264,7 +264,7 @@ def unpin(session: Session, pin_id: str) -> None:
               help="The most recently used chains of the stores, up to this size, such as 20GiB.")  # fmt: skip
 @_NAMESPACE
 @click.option("--rate", "rate_bytes_per_s", type=SIZE, help="Limit of bytes read per second, such as 200MiB.")
-@click.option("--dry-run", is_flag=True, help="Read no pages; print the result that reading them would have.")
+@click.option("--dry-run", is_flag=True, help="Read no pages; print the result with enough free memory.")
 @click.option("--background", is_flag=True, help="Return at once; `jobs` shows the progress.")
 @_with_session
 def warm(

@@ -250,7 +250,9 @@ def test_a_page_that_is_not_a_hit_ends_the_piece(outcome: GetOutcome) -> None:
 
 def test_a_hit_without_the_page_is_an_error_and_does_not_count() -> None:
     def change(outcomes: list[GetOutcome], pages: Sequence[PageBuffer]) -> None:
-        pages[3][:] = bytes(len(pages[3]))
+        frame = pages[3]
+        assert isinstance(frame, memoryview)
+        frame[:] = bytes(len(frame))
 
     backend = filled(Answers(), KEY)
     backend.change = change
