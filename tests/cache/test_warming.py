@@ -17,6 +17,7 @@ from hicache.frame import Compression, FrameCodec, PageBuffer
 from hicache.keys import PAGE_KEY_BYTES, RadixKey
 from tests.cache.host_world import HostWorld
 from tests.cache.world import GEOMETRY, NAMESPACE, GatedBackend, World, codec, every_hit, filled, prefetch, prompt
+from tests.seeds import rng, seeds
 from tests.waiting import wait_for
 
 KEY = prompt(*range(1, 9), tail=0)
@@ -280,6 +281,35 @@ def test_pages_on_a_verified_l2_have_tags(compression: Compression | None) -> No
     assert world.serve("a", prompt(*range(1, 9), 99)).host_hit_tokens == 24
     found = world.cache.statistics().verified_pages
     assert (found["sound"], found["damaged"]) == (6, 1)
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_warm_ups_among_requests_keep_the_cache_consistent(seed: int) -> None:
+    dice = rng(seed)
+    keys = [KEY, prompt(1, 2, 3, *range(20, 25), tail=0), prompt(*range(30, 36), tail=0)]
+    world = World(backend=filled(GatedBackend(), *keys), device_pages=40, host_pages=24)
+    begun: list[Warming] = []
+
+    def end_one() -> None:
+        warming = begun.pop(dice.randrange(len(begun)))
+        if warming.read is not None:
+            world.controller.read_apart(warming.read)
+        end(world, warming)
+
+    for number in range(60):
+        key, action = dice.choice(keys), dice.randrange(8)
+        if action < 2:
+            begun.append(begin(world, key, dice.randrange(1, 6)))
+        elif action < 4 and begun:
+            end_one()
+        elif action < 6:
+            world.serve(str(number), key)
+        else:
+            (world.forget if action == 6 else world.cache.clear)()
+    while begun:
+        end_one()
+    assert world.cache.warming_pages == 0
+    world.close()
 
 
 def test_a_cache_of_page_keys_is_warmed_by_page_keys() -> None:
