@@ -30,6 +30,7 @@ from hicache.backends.testing import (
 )
 from hicache.clock import Clock, ManualClock
 from hicache.frame import Compression, FrameCodec, FrameHeader, PageBuffer, header_of
+from tests.clocks import At
 from tests.waiting import wait_for
 
 MAX_AGE_S = 3600.0
@@ -38,16 +39,6 @@ EDGE_S = 5.0
 KEYS = make_keys(3)
 # A deadline by clocks that tests move by hours.
 FAR = math.inf
-
-
-class At(Clock):
-    """A clock whose wall time stands still."""
-
-    def __init__(self, wall_s: float) -> None:
-        self._wall_s = wall_s
-
-    def wall_s(self) -> float:
-        return self._wall_s
 
 
 def codec_at(clock: Clock, namespace: bytes = NAMESPACE) -> FrameCodec:

@@ -35,6 +35,7 @@ from hicache.backends.tools.copying import copy_stored
 from hicache.backends.tools.verify import NO_KEYS
 from hicache.clock import ManualClock
 from hicache.errors import BackendUnavailable, ConfigError
+from tests.clocks import At
 from tests.waiting import wait_for
 
 from ._files import CODEC, file_options, open_file, page_files, page_path
@@ -43,7 +44,6 @@ from ._retention import (
     FAR,
     KEYS,
     MAX_AGE_S,
-    At,
     RetentionContract,
     Stores,
     codec_at,

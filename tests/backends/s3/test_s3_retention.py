@@ -16,7 +16,6 @@ from tests.backends._retention import (
     FAR,
     KEYS,
     MAX_AGE_S,
-    At,
     RetentionContract,
     Stores,
     codec_at,
@@ -25,6 +24,7 @@ from tests.backends._retention import (
     settle,
 )
 from tests.backends.s3.bucket import Bucket
+from tests.clocks import At
 from tests.waiting import wait_for
 
 
