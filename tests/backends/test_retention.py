@@ -7,11 +7,13 @@ import math
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from hicache.backends.base import StoredPage
 from hicache.backends.compose import Levels, Part
+from hicache.backends.driver import Inspects
 from hicache.backends.file import FileDriver
 from hicache.backends.file.inspection import make_store
 from hicache.backends.limit import PAUSE_S, CapacityLimit
@@ -53,7 +55,7 @@ from ._retention import (
     settle,
     time_in,
 )
-from ._shared import open_shared
+from ._shared import open_shared, shared_driver
 
 
 class TestFileRetention(RetentionContract):
@@ -82,10 +84,10 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) -
 
 
 class Listed(StoredPages):
-    """Pages that are listed once, at the start; then `replace` is called before pages are removed."""
+    """Pages that are listed once, at the start."""
 
     def __init__(self, driver: FileDriver | SharedFilesDriver) -> None:
-        super().__init__(driver, "listed")  # type: ignore[arg-type] - the sweep of files reads no headers
+        super().__init__(cast(Inspects, driver), "listed")  # the sweep of files reads no headers
         self.found = list(super().pages())
 
     def pages(self, namespace: str = "") -> Iterator[StoredPage]:
@@ -121,11 +123,10 @@ def test_only_the_engine_that_sweeps_a_shared_store_removes_its_expired_pages(
 ) -> None:
     first, second = open_shared(tmp_path / "s", codec_at(clock)), open_shared(tmp_path / "s", codec_at(clock))
     put(first.backend, KEYS)
-    ours, theirs = (store.backend.stores[0].driver for store in (first, second))
-    assert isinstance(ours, SharedFilesDriver) and isinstance(theirs, SharedFilesDriver)
-    assert not ours.sweeps and ours.begin_sweep(needs_room=False)
-    assert not theirs.begin_sweep(needs_room=False)
-    assert ours.sweeps and not theirs.sweeps
+    ours, theirs = shared_driver(first), shared_driver(second)
+    assert sweepers(ours, theirs) == (False, False)
+    assert ours.begin_sweep(needs_room=False) and not theirs.begin_sweep(needs_room=False)
+    assert sweepers(ours, theirs) == (True, False)
     clock.advance(MAX_AGE_S + EDGE_S)
     waiting = Retention(NAMESPACE, StoredPages(theirs, "theirs"), max_age_s=MAX_AGE_S, clock=clock)
     assert waiting._sweep_once() == clock() + LOOK_S
@@ -134,7 +135,12 @@ def test_only_the_engine_that_sweeps_a_shared_store_removes_its_expired_pages(
     assert page_files(tmp_path / "s") == []
     ours.end_sweep(0, 0)
     first.backend.close()
-    assert theirs.begin_sweep(needs_room=False) and theirs.sweeps
+    assert theirs.begin_sweep(needs_room=False) and sweepers(ours, theirs) == (False, True)
+
+
+def sweepers(*drivers: SharedFilesDriver) -> tuple[bool, ...]:
+    """Return which engine sweeps for all."""
+    return tuple(driver.sweeps for driver in drivers)
 
 
 class Reading(StoredPages):
@@ -158,8 +164,8 @@ def test_a_shared_page_that_is_used_expires_by_its_header_which_is_read_once(
     root = tmp_path / "s"
     store = open_shared(root, codec_at(clock), clock=clock)
     put(store.backend, KEYS)
-    driver = store.backend.stores[0].driver
-    assert isinstance(driver, SharedFilesDriver) and driver.begin_sweep(needs_room=False)
+    driver = shared_driver(store)
+    assert driver.begin_sweep(needs_room=False)
     stored = Reading(driver, "shared")
     retention = Retention(NAMESPACE, stored, max_age_s=MAX_AGE_S, clock=clock)
     for _ in range(3):
@@ -179,8 +185,8 @@ def test_the_known_time_of_a_page_is_not_that_of_the_page_that_replaced_it(tmp_p
     root = tmp_path / "s"
     store = open_shared(root, codec_at(clock), clock=clock)
     put(store.backend, KEYS)
-    driver = store.backend.stores[0].driver
-    assert isinstance(driver, SharedFilesDriver) and driver.begin_sweep(needs_room=False)
+    driver = shared_driver(store)
+    assert driver.begin_sweep(needs_room=False)
     retention = Retention(NAMESPACE, StoredPages(driver, "shared"), max_age_s=MAX_AGE_S, clock=clock)
     retention._sweep_once()
     clock.advance(MAX_AGE_S + EDGE_S)

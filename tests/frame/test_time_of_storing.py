@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from hicache.clock import ManualClock
@@ -81,7 +83,7 @@ def test_a_page_in_parts_keeps_its_time(codec: Codec, clock: ManualClock) -> Non
 
 
 @pytest.mark.parametrize("keys", [{}, {"mac_keys": [MAC]}, {"encryption_keys": [CIPHER]}])
-def test_a_tag_added_later_does_not_make_a_page_younger(clock: ManualClock, keys: dict[str, list[bytes]]) -> None:
+def test_a_tag_added_later_does_not_make_a_page_younger(clock: ManualClock, keys: dict[str, Any]) -> None:
     codec = FrameCodec(NAMESPACE, PAYLOAD, clock=clock, **keys)
     began_s = int(clock.wall_s())
     frame = read_back(codec, codec.seal(KEY, filled(codec, smooth_payload()), parent=PARENT))
