@@ -16,7 +16,7 @@ from hicache.backends.compose import Levels, Part
 from hicache.backends.driver import Inspects
 from hicache.backends.file import FileDriver
 from hicache.backends.file.inspection import make_store
-from hicache.backends.limit import PAUSE_S, CapacityLimit
+from hicache.backends.limit import CapacityLimit
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.registry import BackendSpec, open_stored
 from hicache.backends.retention import INTERVAL_S_MAX, INTERVAL_S_MIN, LOOK_S, Retention
@@ -340,22 +340,21 @@ def test_sweeps_of_a_long_age_are_rarer_within_limits(clock: ManualClock, max_ag
     assert Retention(NAMESPACE, None, max_age_s=max_age_s, clock=clock).interval_s == pytest.approx(interval_s)
 
 
-def test_the_limit_of_a_store_learns_at_once_that_a_sweep_has_made_room(tmp_path: Path, clock: ManualClock) -> None:
+def test_the_limit_of_a_store_lists_again_after_a_sweep_that_removed_pages(tmp_path: Path, clock: ManualClock) -> None:
     spec = BackendSpec("shared_files", {"path": str(tmp_path / "s"), "free_space_floor": 0})
     with contextlib.closing(Stores(spec, clock)) as opened:
         store = opened.open(MAX_AGE_S)
         (limit,) = (one for one in store._sweepers if isinstance(one, CapacityLimit))
-        wait_for(lambda: limit._ledger.is_listed)
-        assert put(store, KEYS) == [STORED] * 3
-        assert limit._ledger.used_bytes == 3 * CODEC.frame_bytes
-        clock.advance(MAX_AGE_S + EDGE_S)
-        settle(store, clock)
-        wait_for(lambda: limit._sweeps._next_at > clock())
-        clock.advance(LOOK_S)
-        settle(store, clock)
-        wait_for(lambda: page_files(tmp_path / "s") == [])
-        clock.advance(PAUSE_S)
-        wait_for(lambda: limit._ledger.used_bytes == 0)
+        assert retention_of(store).on_removed == limit.sweep_soon
+    stored, _ = aged_memory(clock)
+    retention, calls = Retention(NAMESPACE, stored, max_age_s=MAX_AGE_S, clock=clock), list[float]()
+    retention.on_removed = lambda: calls.append(clock())
+    retention._sweep_once()
+    assert calls == []
+    clock.advance(MAX_AGE_S + EDGE_S)
+    for _ in range(2):
+        retention._sweep_once()
+        assert calls == [clock()]
 
 
 def test_without_an_age_nothing_is_swept(stores: Stores, clock: ManualClock) -> None:
