@@ -253,9 +253,7 @@ class Attempts:
         """Remove objects, but not objects that have replaced them since."""
         until = max(deadline, self._clock() + SETTLE_S)
         founds = {one.key: one.found for one in unwanted}  # a key may occur twice in a read
-        return self._removed(
-            lambda: self.driver.remove(self._namespace, list(founds), until, list(founds.values()))
-        )
+        return self._removed(lambda: self.driver.remove(self._namespace, [*founds], until, [*founds.values()]))
 
     def _remove_damaged(self, damaged: Sequence[Damaged[Any]], deadline: float) -> list[str]:
         """Remove damaged objects, and log that."""
@@ -331,9 +329,7 @@ class Attempts:
         errors = Counter[str]()
         for one in found:
             errors.update(one.errors)
-        return Incidents(
-            errors, sum(one.evicted_pages for one in found), sum(one.expired_pages for one in found)
-        )
+        return Incidents(errors, sum(one.evicted_pages for one in found), sum(one.expired_pages for one in found))
 
     def close(self) -> None:
         """Close retention, limit and driver. Raises the driver's BackendError; any other exception is counted."""

@@ -247,12 +247,12 @@ class PageWrites(_Pages[SetOutcome]):
     def sealed(self, position: int) -> list[memoryview]:
         """Return the encoded page as the buffers to write, in order; together a multiple of 4096 bytes. They stay valid
         while they are referenced. An expired page, such as an old one in host memory, is stored as a new one."""
-        page = self.pages[position]
-        if stored_time(header_of(page)) < self.oldest_s:
+        key, page = self.keys[position], self.pages[position]
+        if stored_time(header_of(page)) < self.oldest_s and self.codec.is_sealed(key, page):
             # Not unsealed: other threads may read the page.
             payload = page.parts if isinstance(page, PageView) else [page[HEADER_BYTES:][: self.codec.payload_bytes]]
             page = PageView(memoryview(bytearray(HEADER_BYTES)), payload)
-        return self.codec.seal_buffers(self.keys[position], page, parent=self.parents[position])
+        return self.codec.seal_buffers(key, page, parent=self.parents[position])
 
     def sealed_frame(self, position: int) -> memoryview:
         """Return the encoded page as one buffer."""

@@ -140,6 +140,12 @@ class RetentionContract:
         assert aged.batch_get(KEYS, views, deadline=FAR) == [MISS] * 3
         assert not any(aged.codec.is_sealed(key, view) for key, view in zip(KEYS, views, strict=True))
 
+    def test_a_new_page_is_sealed_in_its_frame_without_a_copy(self, stores: Stores, clock: ManualClock) -> None:
+        aged = stores.open(MAX_AGE_S)
+        frames = full_frames(aged.codec, KEYS)
+        assert aged.batch_set(KEYS, frames, parent=None, deadline=FAR) == [STORED] * 3
+        assert [time_in(frame) for frame in frames] == [int(clock.wall_s())] * 3
+
     def test_pages_that_are_not_read_are_removed_in_all_namespaces(self, stores: Stores, clock: ManualClock) -> None:
         if not self.sweeps:
             pytest.skip("the server removes them")
