@@ -50,6 +50,7 @@ class StorageOpener:
             compression=self._compression,
             weights_epoch=weights_epoch,
             label=label,
+            clock=self._clock,
         )
 
     def open(self, codec: FrameCodec, part: BackendSpec | None = None) -> Storage:

@@ -8,6 +8,7 @@
     retries      failed pages are retried once, within a budget and the deadline
     containment  an exception of the driver is counted, and its pages are ERROR
     capacity     a limit in bytes for stores without their own (see `limit`)
+    retention    pages beyond a maximum age are neither served nor kept (see `retention`)
     faults       injected, to try out their effects (see `faults`)
 
 A call that is not made returns 0 or ERROR at once. A store abandons nothing: a hanging call keeps its thread and its
@@ -51,6 +52,7 @@ from .guard.health import REJECTED, StoreHealth
 from .guard.log import GuardLog
 from .guard.probes import Prober
 from .limit import CapacityLimit
+from .retention import Retention
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -84,14 +86,14 @@ _stores: weakref.WeakSet[Store] = weakref.WeakSet()
 @final
 class Store:
     """Storage of one store; see the module's docstring, and `storage` for the verbs. Thread-safe. Owns `driver`,
-    `limit` and `faults`.
+    `limit`, `retention` and `faults`.
 
     `name` is the store's name in metrics and messages. Deadlines are times of `clock`. `workers` makes the pools of its
     threads. The child of a fork rejects every verb (`errors["forked"]`): neither threads nor connections survive a
     fork.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that a store owns
         self,
         driver: Driver[Any],
         codec: FrameCodec,
@@ -99,6 +101,7 @@ class Store:
         *,
         name: str = "storage",
         limit: CapacityLimit | None = None,
+        retention: Retention | None = None,
         faults: Faults | None = None,
         clock: Clock = SYSTEM_CLOCK,
         workers: WorkerFactory = SupervisedPool,
@@ -108,12 +111,13 @@ class Store:
         self.name = name
         self.guard = instance("guard", guard, GuardConfig)
         self._limit = limit
+        self._sweepers = [one for one in (limit, retention) if one is not None]
         self._faults = faults
         self._clock = clock
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
         self._calls = Calls(codec, clock)
-        self._attempts = Attempts(driver, codec, name, self._calls, limit, faults, clock=clock)
+        self._attempts = Attempts(driver, codec, name, self._calls, limit, faults, retention=retention, clock=clock)
         self._log = GuardLog(name, clock)
         self._usage = Usage(0, 0, None)
         # One run probes both directions; a run that takes longer counts as hung.
@@ -130,8 +134,8 @@ class Store:
         self._usage_task = BackgroundTask(
             f"usage-{name}", self._renew_usage, _USAGE_PATIENCE_S, clock=clock, workers=workers
         )
-        if limit is not None:
-            limit.start()
+        for sweeper in self._sweepers:
+            sweeper.start()
         _stores.add(self)
 
     @property
@@ -235,7 +239,9 @@ class Store:
         found, incidents = self._calls.statistics(), self._attempts.incidents()
         errors = Counter(found.errors)
         errors.update(incidents.errors)
-        return replace(found, errors=dict(errors), evicted_pages=incidents.evicted_pages)
+        return replace(
+            found, errors=dict(errors), evicted_pages=incidents.evicted_pages, expired_pages=incidents.expired_pages
+        )
 
     def register_memory(self, memory: memoryview) -> None:
         """See Storage. A failure is counted and logged; pages are then copied. Does nothing after `close`."""
@@ -258,8 +264,8 @@ class Store:
         """See Storage."""
         if isinstance(self.driver, ReportsEvictions):
             self.driver.watch_evictions(self.codec.namespace, listener)
-        if self._limit is not None:
-            self._limit.on_evicted = listener
+        for sweeper in self._sweepers:
+            sweeper.on_evicted = listener
 
     def close(self) -> None:
         """See Storage. Waits for calls in flight for at most the grace, then closes the driver anyway. Raises the
@@ -267,8 +273,8 @@ class Store:
         self._closing.set()
         if self._faults is not None:
             self._faults.release()
-        if self._limit is not None:
-            self._limit.stop()
+        for sweeper in self._sweepers:
+            sweeper.stop()
         self._admission.close()
         with self._close_lock:
             if self._calls.close(self.guard.grace):

@@ -208,7 +208,7 @@ def _start(  # noqa: PLR0913, PLR0917 - the differences between the two kinds of
     opener = storage_opener(config, namespace, environ, clock=clock)
     options: TieredOptions = {"weights_epoch": epoch}
     if config.host.shared.keep or config.integrity.verifies_host:
-        options["host_codec"] = codecs = host_codecs(config, namespace, environ)
+        options["host_codec"] = codecs = host_codecs(config, namespace, environ, clock)
     if config.host.shared.keep:
         if ranks is not None:
             raise ConfigError("host.shared.keep: not supported with several ranks; remove the entry")
