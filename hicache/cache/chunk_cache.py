@@ -75,6 +75,8 @@ class ChunkCache:
         """Return False: the cache has no storage."""
         instance("rid", rid, str)
         instance("key", key, RadixKey)
+        if trace is not None:
+            instance("trace", trace, Mapping)  # type: ignore[type-abstract]
         return False
 
     def check_prefetch_progress(self, rid: str) -> bool:

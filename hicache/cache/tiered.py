@@ -282,8 +282,10 @@ class TieredCache:
 
     def _note_trace(self, rid: str, trace: Mapping[str, str] | None) -> tracing.Context | None:
         """Record the trace of a request until it begins or is aborted, and return it. Raises InvalidInput."""
-        if trace is not None and (context := tracing.context_of(instance("trace", trace, Mapping))) is not None:
-            self._contexts[rid] = context
+        if trace is not None:
+            instance("trace", trace, Mapping)  # type: ignore[type-abstract]
+            if (context := tracing.context_of(trace)) is not None:
+                self._contexts[rid] = context
         return self._contexts.get(rid)
 
     def _require_service(self) -> None:

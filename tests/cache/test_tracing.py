@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -121,7 +122,7 @@ def test_the_loads_of_an_engine_with_its_own_device_pages_have_spans(spans: Span
     world = HostWorld(backend=stored(spans, memory_backend()))
     for rid, seconds in (("a", 0.001), ("b", None)):
         world.cache.prefetch(rid, KEY, trace=HEADERS)
-        world.until(lambda rid=rid: world.cache.check_prefetch(rid))
+        world.until(partial(world.cache.check_prefetch, rid))
         assert world.cache.lookup(rid, KEY).pages == 3
         world.cache.end_load(world.begin_load(rid, KEY, 1, 3), seconds)
         world.cache.abort(rid)
@@ -150,12 +151,12 @@ def stuck(backend: GatedBackend, **entries: object) -> World:
 def test_the_span_of_a_prefetch_that_is_cut_off_ends_at_once(spans: Spans, how: str) -> None:
     backend = stored(spans, GatedBackend())
     world = stuck(backend)
-    {
-        "abort": lambda: world.cache.abort_prefetch("a"),
-        "begin": lambda: world.attempt("a", KEY),
-        "clear": world.cache.clear,
-        "close": lambda: None,
-    }[how]()
+    if how == "abort":
+        world.cache.abort_prefetch("a")
+    elif how == "begin":
+        world.attempt("a", KEY)
+    elif how == "clear":
+        world.cache.clear()
     if how != "close":
         assert spans.named("prefetch") == [{"pages": 3, "hit_pages": 0, "outcome": "cancelled"}]
     backend.reads.set()
