@@ -256,7 +256,7 @@ class PrefetchTable:
         del self._by_state[was][prefetch]
         prefetch.state = state
         self._by_state[state][prefetch] = None
-        if state in NOT_AWAITED and prefetch.span is not None:
+        if prefetch.span is not None and state in NOT_AWAITED:
             tracing.end(prefetch.span, hit_pages=prefetch.arrived_pages, outcome=prefetch.outcome or state.value)
             prefetch.span = None
 
