@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
 
 import pytest
 
-from tests.spans import Recorder, recording
+from hicache.backends.opening import StorageOpener
+from hicache.config import HiCacheConfig
+from hicache.frame import FrameCodec
+from tests.spans import Recorder, Spans, attributes_of, recording
 
 # The store of an engine, without torch, whose import takes seconds.
 ENGINE = """
@@ -100,6 +104,31 @@ def test_the_standard_sampler_applies() -> None:
     with recording() as recorder:
         run(ON, OTEL_EXPORTER_OTLP_TRACES_ENDPOINT=f"{recorder.url}/v1/traces", OTEL_TRACES_SAMPLER="always_off")
         assert not recorder.bodies
+
+
+def test_each_verb_of_a_store_counts_its_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = FrameCodec(bytes(32), 64)
+    store = StorageOpener(HiCacheConfig(storage={"type": "memory"})).open(made)
+    keys = [bytes([number]) * 32 for number in range(1, 4)]
+    frames = [memoryview(bytearray(made.frame_bytes)) for _ in keys]
+    spans = Spans(monkeypatch)
+    store.batch_set(keys[:2], frames[:2], parent=None, deadline=math.inf)
+    store.batch_exists(keys, deadline=math.inf)
+    store.batch_has(keys[1:], deadline=math.inf)
+    store.batch_get(keys, frames, deadline=math.inf)
+    store.batch_touch(keys[:2], deadline=math.inf)
+    store.batch_touch(keys[2:], deadline=math.inf)
+    store.delete(keys[1:], deadline=math.inf)
+    store.clear(deadline=math.inf)
+    store.close()
+    spans.check()
+    found = [(span.name.rpartition(".")[2], attributes_of(span)) for span in spans.ended]
+    assert [(verb, values["pages"], values["hit_pages"]) for verb, values in found] == [
+        ("set", 2, 2), ("exists", 3, 2), ("exists", 2, 1), ("get", 3, 2), ("touch", 2, 2), ("touch", 1, 0),
+        ("delete", 2, 1), ("delete", 0, 1),
+    ]  # fmt: skip
+    moved = [values["bytes"] for verb, values in found if verb in ("set", "get")]
+    assert moved == [2 * made.frame_bytes, 3 * made.frame_bytes]
 
 
 def _names(recorder: Recorder) -> list[str]:

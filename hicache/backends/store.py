@@ -213,7 +213,7 @@ class Store:
     def clear(self, *, deadline: float) -> int:
         """See Storage."""
         return self._call(
-            Verb.DELETE, 1, deadline, 0, lambda call: self._removal(call, lambda: self._attempts.clear(deadline))
+            Verb.DELETE, 0, deadline, 0, lambda call: self._removal(call, lambda: self._attempts.clear(deadline))
         )
 
     def usage(self) -> Usage:

@@ -100,10 +100,13 @@ class Gate:
         request_id.set(identity)
         calls.in_flight += 1
         try:
-            with _span(scope, operation) as span:
-                refusal = self._refusal(scope, operation)
-                await (self._app if refusal is None else refusal.answer())(scope, receive, noted)
-                tracing.note(span, status=status)
+            refusal = self._refusal(scope, operation)
+            if refusal is None:
+                with _span(scope, operation) as span:
+                    await self._app(scope, receive, noted)
+                    tracing.note(span, status=status)
+            else:
+                await refusal.answer()(scope, receive, noted)
         finally:
             calls.in_flight -= 1
             calls.answered(operation, status, self._node.clock() - began_s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -12,6 +13,8 @@ import pytest
 
 from hicache import tracing
 from hicache.backends.base import GetOutcome
+from hicache.backends.compose.composed import Part as NamedPart
+from hicache.backends.compose.sharded import ShardCodec, Shards
 from hicache.backends.opening import StorageOpener
 from hicache.backends.storage import Storage
 from hicache.cache import create_host_cache
@@ -34,7 +37,7 @@ from tests.cache.world import (
     prefetch,
     prompt,
 )
-from tests.spans import HEADERS, PARENT_ID, TRACE_ID, Spans, parent_of, trace_of
+from tests.spans import HEADERS, PARENT_ID, TRACE_ID, Spans, attributes_of, parent_of, trace_of
 
 KEY = prompt(1, 2, 3)
 LONGER = prompt(1, 2, 3, 4)
@@ -91,6 +94,31 @@ def test_the_spans_of_a_request_show_which_level_had_its_pages(
     """) + "\n"
     tops = [span for span in of_request if span.name in ("hicache.prefetch", "hicache.load")]
     assert {parent_of(span) for span in tops} == {int(PARENT_ID, 16)}
+
+
+def test_the_parts_of_a_sharded_store_are_read_in_the_trace_of_the_request(spans: Spans) -> None:
+    both = threading.Barrier(2)
+
+    class Part(LastingBackend):
+        def batch_get(
+            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
+        ) -> list[GetOutcome]:
+            both.wait(30)  # so that the parts are read on two threads
+            return super().batch_get(keys, pages, deadline=deadline)
+
+    key, shards = prompt(*range(1, 13)), ShardCodec(codec())
+    backend = Shards(shards, [NamedPart(name, Part(shards)) for name in ("a", "b")])
+    world = World(device_pages=32, backend=backend)
+    world.serve("first", key)
+    world.forget()
+    assert world.cache.prefetch_from_storage("a", key, trace=HEADERS)
+    world.arrive("a")
+    world.attempt("a", key)
+    world.close()
+    reads = [attributes_of(span) for span in spans.ended if span.name == "hicache.store.get"]
+    assert len(reads) == 2 and sum(int(str(read["hit_pages"])) for read in reads) == 12
+    assert {trace_of(span) for span in spans.ended if span.name == "hicache.store.get"} == {TRACE_ID}
+    spans.check()
 
 
 def test_without_headers_the_current_span_is_the_parent(spans: Spans) -> None:
