@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from .errors import CapacityError
+from .units import Share, format_size
+
+logger = logging.getLogger(__name__)
+
+SHM = Path("/dev/shm")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +44,25 @@ def host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
     limits = [one for one in _limits(proc, cgroups) if one[0] < total]  # version 1 writes a huge number for no limit
     available = min([found["MemAvailable"], *(rest for _, rest in limits)])
     return HostMemory(total, available, min((limit for limit, _ in limits), default=None))
+
+
+def resolve(
+    size: int | Share, name: str, *, shared: bool = False,
+    proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup"),
+) -> int:
+    """Return the bytes of a size. A share is of the memory that is available now; with `shared`, of the free bytes of
+    /dev/shm if these are fewer. Logs the result for a share as the size of `name`. Raises as `host_memory`."""
+    if isinstance(size, int):
+        return size
+    base_bytes, where = host_memory(proc, cgroups).available_bytes, "available"
+    if shared:
+        system = os.statvfs(SHM)
+        free_bytes = system.f_bavail * system.f_frsize
+        if system.f_blocks and free_bytes < base_bytes:  # no blocks: a tmpfs without a limit
+            base_bytes, where = free_bytes, f"free in {SHM}"
+    found = int(base_bytes * size.percent / 100)
+    logger.info("%s: %s of %s %s = %s", name, size, format_size(base_bytes), where, format_size(found))
+    return found
 
 
 def _limits(proc: Path, cgroups: Path) -> Iterator[tuple[int, int]]:

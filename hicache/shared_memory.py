@@ -45,7 +45,7 @@ import struct
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .arguments import instance
@@ -165,20 +165,23 @@ class SharedMemory:
         deadline: float,
         role: Role = Role.OWNER,
         node: int | None = None,
-        require_memory: Callable[[], None] = lambda: None,
+        count_pages: Callable[[], int] | None = None,
+        require_memory: Callable[[int], None] = lambda pages: None,
     ) -> SharedMemory:
         """Open the memory `name`, or create it. Blocks until it is ready, at most until `deadline` (monotonic clock).
         The process that creates the memory also blocks as long as the kernel needs to zero it.
 
-        `require_memory` is called before memory is allocated, and raises if the machine has too little. The process
-        that creates the file takes its memory from NUMA node `node` (None: any node), like `numa.bind`. To make room,
-        dead memory of other names is removed first (`remove_dead`). REQUIRES: for DAEMON, a persistent layout.
+        With `count_pages`, existing memory keeps its number of pages, and new memory has the number that it returns.
+        `require_memory` is called with the number before memory is allocated, and raises if the machine has too little.
+        The process that creates the file takes its memory from NUMA node `node` (None: any node), like `numa.bind`. To
+        make room, dead memory of other names is removed first (`remove_dead`). REQUIRES: for DAEMON, a persistent
+        layout.
 
         Raises CapacityError if the memory does not fit (then all of it is freed), SharedMemoryError if the file differs
         from `layout`, is not ready in time, is open in another process and the role forbids that, or if the path holds
         a file that HiCache did not create or that other users can open; InvalidInput for an invalid name.
         """
-        opening = _Opening(path_of(name), layout, deadline, role, node, require_memory)
+        opening = _Opening(path_of(name), layout, deadline, role, node, count_pages, require_memory)
         remove_dead(spare=name)
         while True:
             descriptor = opening.descriptor()
@@ -188,7 +191,7 @@ class SharedMemory:
                 os.close(descriptor)
                 raise
             if mapping is not None:
-                memory = cls(name, layout, descriptor, mapping)  # closes the file if Ctrl-C ends `populate`
+                memory = cls(name, opening.wanted, descriptor, mapping)  # closes the file if Ctrl-C ends `populate`
                 populate(mapping)
                 return memory
             os.close(descriptor)
@@ -274,16 +277,17 @@ class SharedMemory:
         self._leave()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Opening:
-    """One `SharedMemory.open`."""
+    """One `SharedMemory.open`. With `count_pages`, the pages of `wanted` are those of the file seen last."""
 
     path: Path
     wanted: Layout
     deadline: float
     role: Role
     node: int | None
-    require_memory: Callable[[], None]
+    count_pages: Callable[[], int] | None
+    require_memory: Callable[[int], None]
 
     def descriptor(self) -> int:
         """Return a descriptor of this user's file, or of a new and empty one."""
@@ -321,6 +325,8 @@ class _Opening:
         found = Layout.unpack(os.pread(descriptor, Layout.BYTES, 0))
         if found is None:
             raise file_error(self.path, "was not created by HiCache; it is unchanged. Choose another name")
+        if self.count_pages is not None:
+            self.wanted = replace(self.wanted, pages=max(1, found.pages))
         difference = self.wanted.difference(found, size_bytes)
         has_members = is_locked(descriptor, 0, PROCESSES_MAX)
         if difference is not None and has_members:
@@ -348,14 +354,16 @@ class _Opening:
 
     def _fill(self, descriptor: int) -> None:
         """Write the control block of an empty file and allocate all memory. Remove the name if that fails."""
-        wanted = self.wanted
         with contextlib.ExitStack() as undo:
             undo.callback(self.path.unlink, missing_ok=True)
+            if self.count_pages is not None:
+                self.wanted = replace(self.wanted, pages=self.count_pages())
+            wanted = self.wanted
             system = os.fstatvfs(descriptor)
             free_bytes = system.f_bavail * system.f_frsize
             if system.f_blocks and wanted.file_bytes > free_bytes:  # no blocks: a tmpfs without a limit
                 raise _full(wanted, free_bytes)
-            self.require_memory()
+            self.require_memory(wanted.pages)
             if self.node is not None:
                 bind_file(descriptor, wanted.file_bytes, self.node)
             os.pwrite(descriptor, wanted.pack(), 0)

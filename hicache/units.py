@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them: `200GiB`, `64MB`, `5s`, `250ms`.
+"""Sizes and durations as people write them: `200GiB`, `64MB`, `80%`, `5s`, `250ms`.
 
 Binary units (KiB, MiB, GiB, TiB) are powers of 1024, decimal ones (KB, MB, GB, TB) powers of 1000. A value that a
 person writes needs a unit, in a file, a variable or a flag: `--older-than 7` would mean seven seconds. Only 0 needs no
@@ -9,9 +9,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BeforeValidator, PlainSerializer, ValidationInfo, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    GetPydanticSchema,
+    PlainSerializer,
+    SerializationInfo,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    WithJsonSchema,
+)
+from pydantic_core import core_schema
 
 KIB, MIB, GIB, TIB = 1 << 10, 1 << 20, 1 << 30, 1 << 40
 
@@ -24,6 +35,9 @@ _SIZE_UNITS: dict[str, float] = {
 _DURATION_UNITS = {"S": 1.0, "MS": 1e-3, "US": 1e-6, "M": 60.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
 _SIZE_EXAMPLES = "200GiB, 64MiB or 512B"
 _DURATION_EXAMPLES = "5s, 250ms, 2h or 7d"
+_SHARE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*%\s*")
+# More would leave too little for the system and for the growth of the process; less is a typing error.
+SHARE_MIN, SHARE_MAX = 1, 95
 _TEXT_MAX = 64
 # A number above a pebibyte or a year is a typing error, and sums of such numbers could overflow.
 SIZE_MAX_BYTES = 1 << 50
@@ -67,6 +81,34 @@ def parse_size(value: Any) -> Any:
     if not 0 <= value <= SIZE_MAX_BYTES:  # also refuses nan
         raise ValueError("a size must be between 0 and 1024 TiB")
     return round(value)
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """A share of the memory of a machine, which `host_memory.resolve` turns into bytes."""
+
+    percent: float
+
+    def __str__(self) -> str:
+        """Return text that reads back: `80%`, `12.5%`."""
+        return f"{str(self.percent).removesuffix('.0')}%"
+
+
+def _size_or_share(value: Any, size_of: ValidatorFunctionWrapHandler) -> Any:
+    """Return the Share of `"80%"`, or what `size_of` returns for other values."""
+    if isinstance(value, str) and ("%" in value or "percent" in value):
+        match = _SHARE.fullmatch(value) if len(value) <= _TEXT_MAX else None
+        if match is None:
+            raise ValueError(f"{value[:40]!r} is not a valid share of memory; write it like 80%")
+        value = Share(float(match[1]))
+    if not isinstance(value, Share):
+        return size_of(value)
+    if not SHARE_MIN <= value.percent <= SHARE_MAX:
+        raise ValueError(
+            f"{str(value)[:40]!r} must be between {SHARE_MIN}% and {SHARE_MAX}%, because the system and the process "
+            "itself need memory too; write it like 80%"
+        )
+    return value
 
 
 def parse_duration(value: Any) -> Any:
@@ -150,10 +192,24 @@ def _positive(value: Any) -> Any:
     return value
 
 
+def _written_size_or_share(size: int | Share, info: SerializationInfo) -> Any:
+    if isinstance(size, Share):
+        return str(size)
+    return exact_size(size) if size and info.mode == "json" else size
+
+
+def _or_share(size: Any) -> GetPydanticSchema:
+    return GetPydanticSchema(
+        lambda _, schema_of: core_schema.no_info_wrap_validator_function(_size_or_share, schema_of(size))
+    )
+
+
 _SIZE_SCHEMA = {"anyOf": [{"type": "integer", "const": 0}, {"type": "string", "examples": ["200GiB", "64MB"]}]}
+_SHARE_SCHEMA = {"anyOf": [{"type": "integer", "const": 0}, {"type": "string", "examples": ["200GiB", "80%"]}]}
 _DURATION_SCHEMA = {"anyOf": [{"type": "number", "const": 0}, {"type": "string", "examples": ["5s", "250ms"]}]}
 
 _SIZE_TEXT = PlainSerializer(lambda size: exact_size(size) if size else 0, when_used="json")
+_SHARE_TEXT = PlainSerializer(_written_size_or_share)
 _DURATION_TEXT = PlainSerializer(exact_duration, when_used="json")
 
 _WRITTEN_SIZE = BeforeValidator(_with_unit(parse_size, "size"))
@@ -163,6 +219,8 @@ Size = Annotated[int, _WRITTEN_SIZE, _SIZE_TEXT, WithJsonSchema(_SIZE_SCHEMA)]
 PositiveSize = Annotated[Size, AfterValidator(_positive)]
 # The size of a tier or a store.
 TierSize = Annotated[PositiveSize, AfterValidator(_size_of_a_tier)]
+SizeOrShare = Annotated[int | Share, _or_share(Size), _SHARE_TEXT, WithJsonSchema(_SHARE_SCHEMA)]
+TierSizeOrShare = Annotated[int | Share, _or_share(TierSize), _SHARE_TEXT, WithJsonSchema(_SHARE_SCHEMA)]
 Duration = Annotated[float, _WRITTEN_DURATION, _DURATION_TEXT, WithJsonSchema(_DURATION_SCHEMA)]
 PositiveDuration = Annotated[Duration, AfterValidator(_positive)]
 Count = Annotated[int, BeforeValidator(refuse_bool)]

@@ -22,6 +22,7 @@ from hicache.config.s3_storage import S3StorageOptions
 from hicache.config.section import Section
 from hicache.config.storage import STORAGE_SECTIONS, FileStorage, PluginStorage
 from hicache.errors import ConfigError, InvalidInput
+from hicache.units import Share
 
 GIB = 1 << 30
 HEX_KEY = "0123456789abcdef" * 4
@@ -100,6 +101,38 @@ def test_an_argument_of_the_wrong_type_is_a_typed_error(bad: dict[str, Any]) -> 
 
 
 # Values
+
+
+@pytest.mark.parametrize("text", ["1%", "12.5%", "80%", "33.333333333333336%", "95%"])
+def test_a_share_of_memory_stays_a_share_in_every_source_and_form(load: Load, text: str) -> None:
+    sources = [
+        load(f"host: {{size: {text}}}\ndaemon: {{pool: '{text}'}}"),
+        load("", {"HOST__SIZE": text, "DAEMON__POOL": text}),
+        load("", None, {"host.size": text, "daemon.pool": text}),
+        HiCacheConfig.model_validate({"host": {"size": text}, "daemon": {"pool": f" {text[:-1]} % "}}),
+    ]
+    for config in sources:
+        assert config.host == HostConfig(size=Share(float(text[:-1]))) and config.host.ratio is None
+        assert config.daemon.pool == config.host.size != HostConfig(size="80GiB").size
+        assert yaml.safe_load(effective_yaml(config))["host"]["size"] == text
+        for dumped in (config.model_dump(), config.model_dump(mode="json")):
+            assert dumped["daemon"]["pool"] == text
+            assert HiCacheConfig.model_validate(dumped) == config == load(effective_yaml(config))
+    assert load("daemon: {pool: 0}").model_dump(mode="json")["daemon"]["pool"] == 0
+
+
+def test_a_share_that_a_program_makes_has_the_same_limits() -> None:
+    with pytest.raises(ConfigError, match=r"'95\.5%' must be between 1% and 95%"):
+        HostConfig(size=Share(95.5))
+    with pytest.raises(ConfigError, match="must be between"):
+        HostConfig(size=Share(float("nan")))
+
+
+def test_the_json_schema_shows_a_size_and_a_share() -> None:
+    schema = HiCacheConfig.model_json_schema()["$defs"]
+    assert "80%" in str(schema["HostConfig"]["properties"]["size"])
+    assert "80%" in str(schema["DaemonConfig"]["properties"]["pool"])
+    assert "80%" not in str(schema["DeviceConfig"]["properties"]["size"])
 
 
 def test_values_are_read_with_their_units_and_switches_without_quotes(load: Load) -> None:
@@ -248,6 +281,17 @@ def test_the_variables_of_a_kubernetes_service_named_hicache_change_nothing(
     [("host: {size: 64}", "host.size: 64 has no unit; write 64GiB, 64MiB or 64B"),
      ("host: {size: '64'}", "host.size: 64 has no unit; write 64GiB, 64MiB or 64B"),
      ("host: {size: 64KB}", "host.size: must be at least 1MiB; got 64KB"),
+     ("host: {size: 0%}", "host.size: '0%' must be between 1% and 95%, because the system"),
+     ("host: {size: 0.99%}", "host.size: '0.99%' must be between 1% and 95%"),
+     ("host: {size: 96%}", "host.size: '96%' must be between 1% and 95%"),
+     ("host: {size: abc%}", "host.size: 'abc%' is not a valid share of memory; write it like 80%"),
+     ("host: {size: 80 percent}", "host.size: '80 percent' is not a valid share of memory; write it like 80%"),
+     ("daemon: {pool: -5%}", "daemon.pool: '-5%' is not a valid share of memory; write it like 80%"),
+     ("host: {size: 0.8}", "host.size: 0.8 has no unit"),
+     ("host: {size: {percent: 80}}", "host.size: expected a whole number"),
+     ("device: {size: 80%}", "device.size: '80%' is not a valid size"),
+     ("host: {size: 80%, tokens: 5000}", "host: set at most one of size, tokens, ratio, not size and tokens"),
+     ("host: {size: 80%, shared: {name: x, owner: daemon}}", "host: size: the daemon creates the memory"),
      ("storage: {type: file, options: {path: /x, capacity: 500}}", "storage.options.capacity: 500 has no unit; write"),
      ("storage: {type: levels, options: {levels: [{type: memory}, {type: file, options: {path: /x, capacity: 5}}]}}",
       "storage.options.levels.1.options.capacity: 5 has no unit; write 5GiB"),

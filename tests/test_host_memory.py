@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hicache.errors import CapacityError
-from hicache.host_memory import HostMemory, host_memory
+from hicache.host_memory import HostMemory, host_memory, resolve
+from hicache.units import Share
 
 GIB = 1 << 30
 MEMINFO = f"MemTotal: {24 * GIB >> 10} kB\nMemFree: 1 kB\nMemAvailable: {20 * GIB >> 10} kB\n"
@@ -77,6 +79,60 @@ def test_a_kernel_without_the_figures_is_an_error(machine: Path) -> None:
     (machine / "proc/meminfo").write_text("MemTotal: 5 kB\n")
     with pytest.raises(CapacityError, match="MemAvailable"):
         read(machine, None)
+
+
+# Shares
+
+
+def size_of(machine: Path, share: float, cgroup: str | None = None, *, shared: bool = False) -> int:
+    if cgroup is not None:
+        (machine / "proc/self/cgroup").write_text(cgroup)
+    return resolve(Share(share), "L2", shared=shared, proc=machine / "proc", cgroups=machine / "cgroup")
+
+
+def test_a_share_is_of_the_available_memory_of_the_machine_and_is_logged(
+    machine: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    assert size_of(machine, 80) == 16 * GIB
+    assert size_of(machine, 12.5) == 5 * GIB // 2
+    assert caplog.messages == [
+        "L2: 80% of 20.0 GiB available = 16.0 GiB", "L2: 12.5% of 20.0 GiB available = 2.5 GiB"
+    ]  # fmt: skip
+
+
+def test_a_size_is_not_changed_and_not_logged(machine: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    assert resolve(99 * GIB, "L2", proc=machine / "none") == 99 * GIB and not caplog.messages
+
+
+def test_a_share_is_of_the_memory_that_the_smallest_cgroup_has_left(machine: Path) -> None:
+    v2(machine / "cgroup", 8 * GIB, 5 * GIB, 2 * GIB)
+    assert size_of(machine, 40, "0::/\n") == 2 * GIB
+    v2(machine / "cgroup/system.slice", 4 * GIB, 3 * GIB)
+    v2(machine / "cgroup/system.slice/engine.service", 6 * GIB, GIB)
+    assert size_of(machine, 50, "0::/system.slice/engine.service\n") == GIB // 2
+    v1(machine / "cgroup/memory/docker/abc", 16 * GIB, 15 * GIB, 3 * GIB)
+    assert size_of(machine, 25, "4:cpu,memory:/docker/abc\n") == GIB
+
+
+def test_a_share_of_shared_memory_is_limited_by_the_free_bytes_of_its_mount(
+    machine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+
+    def mount(blocks: int, free: int) -> None:
+        found = SimpleNamespace(f_frsize=4096, f_blocks=blocks, f_bavail=free, f_bfree=blocks)
+        monkeypatch.setattr("hicache.host_memory.os.statvfs", lambda path: found)
+
+    mount(8 * GIB >> 12, GIB >> 12)
+    assert size_of(machine, 50, shared=True) == GIB // 2
+    assert caplog.messages == ["L2: 50% of 1.0 GiB free in /dev/shm = 512.0 MiB"]
+    assert size_of(machine, 50) == 10 * GIB, "private memory is elsewhere"
+    mount(80 * GIB >> 12, 70 * GIB >> 12)
+    assert size_of(machine, 50, shared=True) == 10 * GIB, "a mount may be larger than the memory"
+    mount(0, 0)
+    assert size_of(machine, 50, shared=True) == 10 * GIB, "a mount may have no limit"
 
 
 def test_this_machine_has_memory() -> None:

@@ -187,7 +187,8 @@ def test_memory_of_a_running_engine_is_not_given_to_another_one(name: str, role:
 
 
 def test_available_memory_is_checked_before_it_is_allocated(name: str) -> None:
-    def refuse() -> None:
+    def refuse(pages: int) -> None:
+        assert pages == KEPT.pages
         raise CapacityError("too little")
 
     with pytest.raises(CapacityError, match="too little"):

@@ -4,7 +4,8 @@ Its routes run on a thread of this module. Work for the scheduler thread goes th
 serves; statistics, and lookups, scrubs and removals in stores, do not need the scheduler.
 
 Locking design: `_lock` guards the table of pins. The scheduler thread owns the Pin objects, which are used only through
-the mailbox.
+the mailbox. `_warm_lock` is held for one piece of a warm-up, seconds at most unless the store hangs, so that warm-ups
+take turns; nothing else is locked while it is held.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from ..cache.factory import storage_opener
 from ..cache.mailbox import Steps
 from ..config import HiCacheConfig
 from ..config.secret import read_secret
+from ..controller import PREFETCH_S_MAX
 from ..errors import AdminError
 from ..keys import BIGRAM_BYTES, PAGE_KEY_BYTES, Namespace, RadixKey
 from .access import AdminAccess, PeerProtocol
@@ -39,7 +41,7 @@ from .models import TokenPrefix as Tokens
 from .router import AdminSurface
 from .sockets import PrivateSocket
 from .stores import ConfiguredStores, LiveStore
-from .target import MemoryPlaces, Places
+from .target import Chain, MemoryPlaces, Places, Warmed
 from .views import state_of, store_status
 from .work import MATCHES_MAX
 
@@ -50,6 +52,10 @@ T = TypeVar("T")
 # model may take longer than this.
 SCHEDULER_TIMEOUT_S = 5.0
 PINS_MAX = 1024
+# The polling interval of a warm-up: short compared with the reading of a piece, and one poll costs a step microseconds.
+WARM_PAUSE_S = 0.01
+# How long a piece of a warm-up is tried again while requests use the share of L2 that prefetches may hold.
+WARM_TRIES_S = 2.0
 CONNECTIONS_MAX = 32
 CLOSE_S = 3.0
 
@@ -74,6 +80,7 @@ class EmbeddedCache:
         self._started_s = self.clock()
         self._lock = threading.Lock()
         self._pins: dict[str, tuple[Pin, int]] = {}
+        self._warm_lock = threading.Lock()
 
     @property
     def stores(self) -> ConfiguredStores:
@@ -183,6 +190,64 @@ class EmbeddedCache:
         if self._digest.startswith(namespace) and not self._cache.controller.has_ranks:
             self._ask(forget)
 
+    def page_keys(self, chain: Chain) -> Sequence[bytes]:
+        """See AdminTarget. Page keys are for an engine that makes them, and tokens for every other one."""
+        self._require_alone("warm")
+        return self._page_keys(self._chain_key(chain))
+
+    def warm(self, namespace: str, chain: Chain, bytes_max: int) -> Warmed:
+        """See AdminTarget. Pages on L1 or L2 count as in memory; pages are read to L2, by a prefetch without a request.
+        The scheduler starts it, and is asked every `WARM_PAUSE_S` whether it has ended."""
+        cache, key = self._cache, self._chain_key(chain)
+        keys, page_bytes = self._page_keys(key), cache.host.frame_bytes
+        page_positions = 1 if key.is_given else cache.page_size
+        rid = f"warm-{self._instance}"
+
+        def begin() -> tuple[int, int]:
+            cache.end_warming(rid)  # of a piece whose end the scheduler did not serve in time
+            pages, free_pages = self._warmth(key)
+            if bytes_max and free_pages and pages < len(keys):
+                cache.start_warming(rid, key.head((pages + max(1, bytes_max // page_bytes)) * page_positions))
+            return pages, free_pages
+
+        with self._warm_lock:
+            until_s, arrived = self.clock() + WARM_TRIES_S, 0
+            pages, free_pages = self._ask(begin)
+            if not bytes_max and free_pages:
+                arrived = min(free_pages, self._stored(keys[pages:]))
+                return Warmed(pages + arrived, arrived, free_pages * page_bytes, page_bytes)
+            while bytes_max and free_pages and pages < len(keys):
+                arrived, pages, free_pages = self._end_warming(rid, key)
+                if arrived or self.clock() >= until_s or not self._stored(keys[pages : pages + 1]):
+                    break
+                pages, free_pages = self._ask(begin)
+        return Warmed(pages, arrived, free_pages * page_bytes, page_bytes)
+
+    def _end_warming(self, rid: str, key: RadixKey) -> tuple[int, int, int]:
+        """Wait until a warm-up has ended. Return how many pages have arrived, and `_warmth`."""
+        cache, until_s = self._cache, self.clock() + PREFETCH_S_MAX
+
+        def end() -> tuple[int, int, int] | None:
+            if cache.is_warming(rid) and self.clock() < until_s:
+                return None
+            return cache.end_warming(rid), *self._warmth(key)
+
+        ended = None
+        while ended is None:
+            self.clock.sleep(WARM_PAUSE_S)
+            ended = self._ask(end)
+        return ended
+
+    def _warmth(self, key: RadixKey) -> tuple[int, int]:
+        """Return the pages of a key in memory, and the free pages of L2. Scheduler thread."""
+        found = self._cache.tree.peek(key)
+        return found.device_pages + found.host_pages, self._cache.host.allocator.free_pages
+
+    def _stored(self, keys: Sequence[bytes]) -> int:
+        """Return how many leading pages storage has. Blocks."""
+        backend = self._cache.controller.backend
+        return 0 if backend is None else backend.batch_exists(keys, deadline=self.clock() + SCHEDULER_TIMEOUT_S)
+
     def pin(self, request: PinRequest) -> PinStatus:
         """See AdminTarget. A pin ends `ttl_s` after a request has used all of it."""
         cache = self._cache
@@ -271,6 +336,15 @@ class EmbeddedCache:
         return RadixKey.of(
             tokens.ids, extra_key=tokens.extra_key, cache_salt=salt, bigram=positions == BIGRAM_BYTES
         )
+
+    def _chain_key(self, chain: Chain) -> RadixKey:
+        if isinstance(chain, Tokens):
+            return self._key(chain)
+        if self._cache.tree.position_bytes != PAGE_KEY_BYTES:
+            raise AdminError(
+                "unsupported", "warm: this cache finds pages by tokens, not by page keys; pass --tokens or --prompts"
+            )  # fmt: skip
+        return RadixKey.of_hashes(chain)
 
     def _page_keys(self, key: RadixKey) -> list[bytes]:
         return key.page_keys(self._cache.page_size, key.seed, 0, key.pages(self._cache.page_size))

@@ -16,6 +16,7 @@ KEYS_MAX = 4096
 # The most damaged pages that a job lists; its counts include all.
 FINDINGS_MAX = 100
 TOKENS_MAX = 1 << 20
+PROMPTS_MAX = 4096
 PIN_TTL_S = 3600.0
 
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]*$", max_length=64)]
@@ -174,6 +175,7 @@ class JobKind(enum.StrEnum):
 
     SCRUB = "scrub"
     CLEAR = "clear"
+    WARM = "warm"
 
 
 class JobState(enum.StrEnum):
@@ -203,6 +205,9 @@ class DamagedPage(Model):
 class Progress(Model):
     """The progress of a job. `store` is the current one, for `pages` and `total` (None while unknown). The counts are
     for all stores so far: `damaged` by reason, `removed` pages; `findings` are the first damaged pages.
+
+    Of a warm-up: `pages` of the `total` wanted pages so far are in memory, and `skipped` has the reasons for the
+    others. A dry run has the progress that the warm-up would have.
     """
 
     store: str = ""
@@ -245,6 +250,18 @@ class ClearRequest(Model):
     namespace: NamespacePrefix = ""
     where: Literal["all", "pool", "store"]
     store: StoreName | None = None
+
+
+class WarmRequest(Model):
+    """Read chains from storage into free memory: `keys`, one chain, root first; `prompts`, by their tokens; or the
+    hottest chains of the stores, of at most `top_bytes` together. `dry_run` reads no pages."""
+
+    namespace: NamespacePrefix = ""
+    keys: Annotated[list[PageKey], Field(max_length=KEYS_MAX)] = []
+    prompts: Annotated[list[TokenPrefix], Field(max_length=PROMPTS_MAX)] = []
+    top_bytes: Annotated[int, Field(strict=True, gt=0, le=SIZE_MAX_BYTES)] | None = None
+    rate_bytes_per_s: Annotated[int, Field(strict=True, gt=0, le=SIZE_MAX_BYTES)] | None = None
+    dry_run: Annotated[bool, Field(strict=True)] = False
 
 
 # Changes

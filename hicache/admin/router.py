@@ -25,8 +25,8 @@ from ..backends.base import Direction
 from ..errors import AdminError, BackendError, ConfigError, HiCacheError, InvalidInput, InvariantError
 from ..logs import LimitedLog
 from ..supervised import Beat, SupervisedPool
-from ..units import counted
-from . import work
+from ..units import counted, format_size
+from . import warmup, work
 from .access import PEER, AdminAccess
 from .jobs import Jobs
 from .models import (
@@ -45,6 +45,7 @@ from .models import (
     ScrubRequest,
     Status,
     StoreRequest,
+    WarmRequest,
 )
 from .target import AdminTarget
 
@@ -229,10 +230,18 @@ def _add_jobs(router: APIRouter, target: AdminTarget, jobs: Jobs, calls: _Calls)
     async def clear(body: ClearRequest, request: Request) -> Job:
         """Remove pages from memory and stores, as a job."""
         where = _named(body.store) if body.where == "store" else {"all": "everything", "pool": "memory"}[body.where]
-        what = f"clear {where} of {f'namespaces {body.namespace[:12]}...' if body.namespace else 'all namespaces'}"
+        what = f"clear {where}{_whose(body.namespace) or ' of all namespaces'}"
         request.state.what = what
         steps = await calls.run(lambda: work.clear(target, body))
         return jobs.submit(JobKind.CLEAR, what, steps, ended)
+
+    @router.post("/warm", status_code=202)
+    async def warm(body: WarmRequest, request: Request) -> Job:
+        """Read chains from storage into free memory, as a job."""
+        what = f"{'dry run of a warm-up' if body.dry_run else 'warm-up'} {_chains(body)}{_whose(body.namespace)}"
+        request.state.what = what
+        steps = await calls.run(lambda: warmup.warm(target, body))
+        return jobs.submit(JobKind.WARM, what, steps, ended)
 
     @router.get("/jobs")
     async def list_jobs() -> list[Job]:
@@ -330,3 +339,13 @@ def _add_limits(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
 
 def _named(store: str | None) -> str:
     return "all stores" if store is None else f"store {store!r}"
+
+
+def _whose(namespace: str) -> str:
+    return f" of namespaces {namespace[:12]}..." if namespace else ""
+
+
+def _chains(body: WarmRequest) -> str:
+    if body.top_bytes is not None:
+        return f"with the hottest {format_size(body.top_bytes)}"
+    return f"with {counted(len(body.prompts), 'prompt')}" if body.prompts else f"with {counted(len(body.keys), 'page')}"

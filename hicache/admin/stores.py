@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..backends.registry import BackendSpec, open_stored, part_specs
 from ..backends.storage import Storage, unique_names
 from ..backends.stored import StoredPages
+from ..backends.tools.hottest import HottestChains
 from ..backends.tools.removal import purge_stored
 from ..backends.tools.verify import Finding, PageKeys, verify_stored
 from ..config import HiCacheConfig
@@ -104,6 +105,20 @@ class ConfiguredStores:
                 with closing:
                     for page in stored.pages(namespace):
                         yield (name, page.namespace, page.key) if page.key.hex().startswith(prefix) else None
+
+    def hottest(
+        self, namespaces: Sequence[str], top_bytes: int
+    ) -> Iterator[tuple[str, str, list[bytes]] | str | None]:
+        """Yield (store, namespace, keys) of the hottest chains of all stores in turn, see `HottestChains`; the name of
+        a store that cannot be listed; None for each other step."""
+        chains = HottestChains(top_bytes)
+        for name, stored, closing in self._opened(None):
+            if stored is None:
+                yield name
+                continue
+            with closing:
+                for found in chains.of(stored, [bytes.fromhex(namespace) for namespace in namespaces]):
+                    yield None if found is None else (name, found[0].hex(), found[1])
 
     def _opened(
         self, store: str | None

@@ -13,11 +13,13 @@ from typing import Protocol, TypeAlias
 from ..backends.base import Direction
 from ..backends.guard import Override
 from ..clock import Clock
-from .models import LookupRequest, PinRequest, PinStatus, Quota, Status
+from .models import LookupRequest, PinRequest, PinStatus, Quota, Status, TokenPrefix
 from .stores import ConfiguredStores, LiveStore
 
 # Names of tiers and stores by (namespace in hexadecimal, page key).
 Places: TypeAlias = dict[tuple[str, bytes], list[str]]
+# Page keys, root first, or the tokens of a prompt.
+Chain: TypeAlias = Sequence[bytes] | TokenPrefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,17 @@ class MemoryPlaces:
     keys: Sequence[bytes]
     places: Mapping[tuple[str, bytes], Sequence[str]]
     complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Warmed:
+    """The result of a piece of a warm-up: the first `pages` of the chain are in memory, and `read_pages` were read.
+    `free_bytes` of memory, in pages of `page_bytes`, can still be used without an eviction."""
+
+    pages: int
+    read_pages: int
+    free_bytes: int
+    page_bytes: int
 
 
 class AdminTarget(Protocol):
@@ -55,6 +68,15 @@ class AdminTarget(Protocol):
 
     def stores_cleared(self, namespace: str) -> None:
         """Record that pages of namespaces were removed from stores."""
+
+    def page_keys(self, chain: Chain) -> Sequence[bytes]:
+        """Return the page keys of a chain for `warm`. Raises AdminError for a kind of chain that cannot be read into
+        memory."""
+
+    def warm(self, namespace: str, chain: Chain, bytes_max: int) -> Warmed:
+        """Read the next pages of a chain from storage into free memory: at most `bytes_max`, but at least one page.
+        Evicts nothing. For 0, read nothing, and return the result that reading all would have, except for
+        `free_bytes`. `namespace` is a whole digest."""
 
     def pin(self, request: PinRequest) -> PinStatus:
         """Keep those pages of a chain that are in memory."""

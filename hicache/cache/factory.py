@@ -85,6 +85,8 @@ def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
         _require_same(ranks, config, namespace)
     l2_pages = host_pages(config.host, geometry, l1_pages) if config.prefix_cache else 0
     if ranks is not None:  # the smallest pools, and the longest page: its size differs between pipeline stages
+        if callable(l2_pages):
+            l2_pages = _pages_of_share(l2_pages, ranks)
         numbers = np.array([l1_pages, l2_pages, -page_bytes], dtype=np.int64)
         l1_pages, l2_pages, longest = ranks.agree(numbers).tolist()
         page_bytes = -longest
@@ -246,6 +248,14 @@ def _own_host(config: HiCacheConfig, shape: PageShape) -> HostPool:
             raise ConfigError("host.pin: 'on' needs a CUDA device, but torch finds none; use auto or off")
         pin = torch.device("cuda", torch.cuda.current_device())
     return open_host_pool(config, shape, host_pages(config.host, shape, 0), pin=pin)
+
+
+def _pages_of_share(count: Callable[[], int], ranks: RankGroup) -> int:
+    """Return the pages of L2 of the only rank. Raises ConfigError for several: their pools must be equal, but each
+    would take its share of what the others have left."""
+    if ranks.size > 1:
+        raise ConfigError(f"host.size: a share needs one pool per machine; with {ranks.size} ranks write a size: 64GiB")
+    return count()
 
 
 def _require_same(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace) -> None:

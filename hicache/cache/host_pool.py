@@ -33,7 +33,7 @@ _OPEN_S = 10.0
 def open_host_pool(
     config: HiCacheConfig,
     shape: PageShape | KVGeometry,
-    pages: int,
+    pages: int | Callable[[], int],
     *,
     pin: torch.device | None,
     rank: int | None = None,
@@ -46,13 +46,13 @@ def open_host_pool(
     """
     name = config.host.shared.name
     if name is None:
-        return HostPool(shape, pages, pin=pin)
+        return HostPool(shape, pages() if callable(pages) else pages, pin=pin)
     if rank is not None:
         name = f"{name}.{rank}"
     role = Role.ALONE
     if config.host.shared.owner == "daemon" and config.storage is not None:
         options = config.storage.options
-        assert isinstance(options, RemoteStorageOptions)  # the configuration has checked it
+        assert isinstance(options, RemoteStorageOptions) and not callable(pages)  # the configuration has checked it
         create_memory(options, name, shape_digest(page_shape(shape)), page_shape(shape).payload_bytes, pages)
         role = Role.GUEST
     return SharedHostPool.open(name, shape, pages, pin=pin, timeout_s=_OPEN_S, role=role, keep=config.host.shared.keep)

@@ -24,9 +24,15 @@ storage: an outage costs hits and no time.
 If another request is fetching the next page of a request, it waits for that, and then looks up the still missing pages:
 equal prompts that arrive together are read once.
 
+A warm-up is a prefetch for an operator: it always pays, however short or slow it is, but only takes L2 pages that are
+free, and ends instead of waiting for room, so that no request waits behind it.
+
 With ranks, all decide identically: by agreed acks, page counts, gate state and time.
 
 Called by the scheduler thread alone; no lock.
+
+Longer than 500 lines because each move of a prefetch also changes its operation, its lead and its share of L2, which
+only hold together.
 """
 
 from __future__ import annotations
@@ -87,9 +93,11 @@ class Prefetcher:
 
     # Requests
 
-    def start(self, rid: str, key: RadixKey, context: tracing.Context | None = None) -> bool:
+    def start(
+        self, rid: str, key: RadixKey, context: tracing.Context | None = None, *, is_warmup: bool = False
+    ) -> bool:
         """Look up the pages of `key` that neither L1 nor L2 holds; queue the lookup if others are first. Return False
-        if that does not pay or is not possible. `context` is the parent of its span.
+        if that does not pay or is not possible. A warm-up always pays. `context` is the parent of its span.
         """
         prefetch = self._table.get(rid)
         if not self._gate.attached or (prefetch is not None and prefetch.state not in AT_REST):
@@ -99,8 +107,9 @@ class Prefetcher:
         tree = self._trees.current
         match = tree.match(key)
         missing_pages = key.pages(tree.page_size) - match.pages
-        if missing_pages < self._share.pages_min:
-            return self._skip("prefetch_too_short")
+        pages_min = 1 if is_warmup else self._share.pages_min
+        if missing_pages < pages_min:
+            return not is_warmup and self._skip("prefetch_too_short")
         leader = self._leaders.find(key, tree, match)
         leads = leader is None and not self._table.count(State.QUEUED) and self._may_lead()
         if not leads and self._table.count(*WAITING) >= WAITING_MAX:
@@ -109,7 +118,9 @@ class Prefetcher:
         self._arrivals += 1
         now_s, until_s = self._controller.clock(), self._controller.time_s() + self._timeout_s(missing_pages)
         if prefetch is None:
-            self._table.add(prefetch := Prefetch(rid, key, self._arrivals, until_s, now_s))
+            asked_s = None if is_warmup else now_s
+            prefetch = Prefetch(rid, key, self._arrivals, until_s, asked_s, pages_min, is_warmup)
+            self._table.add(prefetch)
         else:
             prefetch.ask_again(key, self._arrivals, until_s, now_s)
         prefetch.begin_span(missing_pages, context)
@@ -157,12 +168,12 @@ class Prefetcher:
         prefetch = self._table.get(rid)
         return prefetch is not None and prefetch.state not in NOT_AWAITED
 
-    def abort(self, rid: str) -> None:
-        """Stop the prefetch of a request that will not run; pages that have arrived stay."""
+    def abort(self, rid: str) -> int:
+        """Stop the prefetch of a request that will not run. Return how many pages have arrived; they stay."""
         prefetch = self._table.get(instance("rid", rid, str))
         if prefetch is not None:
             self._stop(prefetch)
-            self.take_arrived(rid)
+        return self.take_arrived(rid)[0]
 
     def conclude(self, rid: str) -> None:
         """End the wait of a request that begins: pages that have not arrived from storage are computed."""
@@ -261,7 +272,7 @@ class Prefetcher:
         fetch = prefetch.current
         rest_pages = fetch.wanted_pages - fetch.taken_pages
         is_whole = fetch.taken_pages == len(read.host_pages) and prefetch.state is State.READING
-        if self.chunked.promote is None or not is_whole or rest_pages < self._share.pages_min:
+        if self.chunked.promote is None or prefetch.is_warmup or not is_whole or rest_pages < prefetch.pages_min:
             return False
         prefetch.note_arrival(fetch.start_page + fetch.taken_pages)
         return prefetch.may_look_up or self._skip("prefetch_host_share", prefetch)
@@ -320,7 +331,7 @@ class Prefetcher:
         """Prefetch the pages that a waiting request still lacks: none, pages in flight for another request, or more."""
         tree = self._trees.current
         match = tree.match(prefetch.key)
-        if prefetch.key.pages(tree.page_size) - match.pages < self._share.pages_min:
+        if prefetch.key.pages(tree.page_size) - match.pages < prefetch.pages_min:
             self._rest(prefetch)
             return
         leader = self._leaders.find(prefetch.key, tree, match, prefetch.divergence_end_page)
@@ -347,6 +358,8 @@ class Prefetcher:
         """Return how long an operation may take, and whether the request waits for it. If the request does not wait,
         the time is that of a new request.
         """
+        if prefetch.is_warmup:
+            return PREFETCH_S_MAX, False
         left_s = prefetch.until_s - self._controller.time_s()
         if self._config.policy == "best_effort" or left_s <= 0:
             return self._timeout_s(missing_pages), False
@@ -363,12 +376,13 @@ class Prefetcher:
             return "prefetch_failed"
         if found.expired and fetch.awaited:
             return "prefetch_timeout"
-        if found.pages < self._share.pages_min:
+        if found.pages < prefetch.pages_min:
             return "prefetch_hit_too_short"
-        if pages < self._share.pages_min:
+        if pages < prefetch.pages_min:
             return "prefetch_host_share"
-        pays = self._break_even.decide(Route.PREFETCH, pages * fetch.tree.page_size, pages).go
-        return None if pays else "prefetch_does_not_pay"
+        if prefetch.is_warmup or self._break_even.decide(Route.PREFETCH, pages * fetch.tree.page_size, pages).go:
+            return None
+        return "prefetch_does_not_pay"
 
     def _read_or_drop(self, prefetch: Prefetch) -> None:
         """Read as many of the found pages as fit, drop the prefetch if too few fit, or let it wait for room that other
@@ -379,7 +393,7 @@ class Prefetcher:
         if not isinstance(found, Lookup):
             raise InvariantError(f"prefetch: {prefetch.rid!r} waits for room but has no lookup")
         may_wait = share.others_hold(prefetch)
-        if may_wait and min(found.pages, share.pages_max) > share.free_pages:
+        if may_wait and min(found.pages, share.pages_max) > share.free_for(prefetch):
             self._wait_for_room(prefetch, "prefetch_host_share")
             return
         has_waited = fetch.anchor is None
@@ -393,9 +407,9 @@ class Prefetcher:
             self._try(prefetch)
         elif skip_pages < 0:
             self._drop(prefetch, found, "prefetch_no_host_room")
-        elif rest_pages < share.pages_min:
+        elif rest_pages < prefetch.pages_min:
             self._end(prefetch)  # other requests have fetched the rest
-        elif (pages := min(rest_pages, share.free_pages)) < share.pages_min:
+        elif (pages := min(rest_pages, share.free_for(prefetch))) < prefetch.pages_min:
             self._drop(prefetch, found, "prefetch_host_share")
         elif (host_pages := share.reserve(pages, all_of_them=may_wait, again=has_waited)) is not None:
             fetch.wanted_pages = rest_pages
@@ -406,6 +420,9 @@ class Prefetcher:
             self._drop(prefetch, found, "prefetch_no_host_room")
 
     def _wait_for_room(self, prefetch: Prefetch, lacks: str) -> None:
+        if prefetch.is_warmup:  # a request behind it would wait too
+            self._end(prefetch)
+            return
         prefetch.current.lacks = lacks
         self._share.release(prefetch)  # the pages of its previous attempt: the first in line may need them
         prefetch.current.release()
@@ -426,9 +443,10 @@ class Prefetcher:
 
     def _drop(self, prefetch: Prefetch, found: Lookup, reason: str) -> None:
         """End a prefetch without reads."""
-        self._skip(reason, prefetch)
-        verdict = Verdict(reason, found.start_page + found.pages)
-        judge(prefetch.current, verdict, has_ranks=self._controller.has_ranks)
+        if not prefetch.is_warmup:  # its reasons are not those of a request
+            self._skip(reason, prefetch)
+            verdict = Verdict(reason, found.start_page + found.pages)
+            judge(prefetch.current, verdict, has_ranks=self._controller.has_ranks)
         if found.failed or reason == "prefetch_timeout":
             self._note_store(found, works=False)
         elif prefetch.state is not State.CANCELLED:

@@ -45,6 +45,10 @@ class PrefetchShare:
         """Return how many more pages prefetches may hold."""
         return self.pages_max - self._controller.read_pages - self.arrived_pages
 
+    def free_for(self, prefetch: Prefetch) -> int:
+        """Return `free_pages`; for a warm-up, at most the pages that L2 can give without an eviction."""
+        return min(self.free_pages, self._host.host.allocator.free_pages) if prefetch.is_warmup else self.free_pages
+
     def others_hold(self, prefetch: Prefetch) -> bool:
         """Return True if other prefetches than this one hold pages, which will become free."""
         own = self._arrived.get(prefetch)

@@ -151,6 +151,7 @@ class Prefetch:
     Its prompt diverges before `divergence_end_page` from each fruitless leader that it has followed. The pages before
     `reached_page` have arrived at some time; `lookups` counts since then. `asked_s` is the start of its wait, None once
     the wait is recorded. `released_pages` have arrived and are not held any more; `promoted_pages` were loaded to L1.
+    It reads at least `pages_min` pages. `is_warmup`: it is for an operator, and no request waits for it.
 
     `span` lasts from `begin_span` until the prefetch is at rest or CANCELLED; `arrived_pages` and `outcome`, the last
     reason why pages were not read, are for it.
@@ -161,6 +162,8 @@ class Prefetch:
     arrival: int
     until_s: float
     asked_s: float | None
+    pages_min: int = 1
+    is_warmup: bool = False
     state: State = State.NEW
     fetch: Fetch | None = field(default=None, repr=False)
     leader: Prefetch | None = field(default=None, repr=False)  # while FOLLOWING

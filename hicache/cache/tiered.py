@@ -224,6 +224,29 @@ class TieredCache:
         if self._events is not None:
             self._events.describe(extra_key, cache_salt, lora_id, lora_name)
 
+    # Warm-up
+
+    def start_warming(self, rid: str, key: RadixKey) -> bool:
+        """Start reading from storage the part of `key` that is not cached, into free pages of L2, however short or slow
+        that is. It evicts nothing. Return False if it is not possible now. `rid` differs from those of requests. Call
+        `end_warming` once `is_warming` is False, or sooner.
+
+        Raises InvalidInput for a key of another kind than the cache's and after `close`, TransferError after a copy to
+        or from the device has failed.
+        """
+        self._require_service()
+        self.tree.require_fitting(key)
+        return self._prefetcher.start(rid, key, is_warmup=True)
+
+    def is_warming(self, rid: str) -> bool:
+        """Return True while the warm-up may still bring pages."""
+        return self._prefetcher.is_active(rid)
+
+    def end_warming(self, rid: str) -> int:
+        """End the warm-up, if there is one. Return how many of its pages have arrived; they stay while there is room.
+        """
+        return self._prefetcher.abort(rid)
+
     # Each step
 
     def record_prefill(self, tokens: int, seconds: float) -> None:

@@ -39,9 +39,9 @@ A file has at most 10,000 names and values. Without a file, `{FILE_VARIABLE}` na
 `hicache replay` have default files instead.
 
 **Units.** Sizes are written `200GiB`, `64MB` or `512B`; durations `5s`, `250ms`, `2h` or `7d`. The unit is required,
-except for 0; a program passes bytes and seconds as numbers. A tier or a store has at least 1 MiB. `~` in a path is the
-home directory; a URL in place of a path is rejected. Numbers that YAML reads in base 8 or 60 (`064`, `1:30`) are
-rejected in a file; as a variable or flag, `064` is 64.
+except for 0; a program passes bytes and seconds as numbers. A tier or a store has at least 1 MiB. A share of memory is
+written `80%`, from 1% to 95%. `~` in a path is the home directory; a URL in place of a path is rejected. Numbers that
+YAML reads in base 8 or 60 (`064`, `1:30`) are rejected in a file; as a variable or flag, `064` is 64.
 
 **Secrets** are in a file of mode 0600, or in a variable that an `..._env` entry names, which child processes inherit.
 

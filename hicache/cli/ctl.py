@@ -30,6 +30,7 @@ from ..admin.models import (
     Status,
     StoreRequest,
     TokenPrefix,
+    WarmRequest,
 )
 from ..backends.base import Direction
 from ..backends.guard import Override
@@ -254,6 +255,37 @@ def unpin(session: Session, pin_id: str) -> None:
     session.done(f"unpinned {pin_id}")
 
 
+@ctl.command()
+@click.argument("keys", nargs=-1, metavar="[KEY]...")
+@_TOKENS
+@click.option("--prompts", "prompts_file", metavar="FILE", type=PATH,
+              help="One prompt per line, each as in the file of --tokens; - is standard input.")  # fmt: skip
+@click.option("--top", "top_bytes", type=SIZE,
+              help="The most recently used chains of the stores, up to this size, such as 20GiB.")  # fmt: skip
+@_NAMESPACE
+@click.option("--rate", "rate_bytes_per_s", type=SIZE, help="Limit of bytes read per second, such as 200MiB.")
+@click.option("--dry-run", is_flag=True, help="Read no pages; print the result that reading them would have.")
+@click.option("--background", is_flag=True, help="Return at once; `jobs` shows the progress.")
+@_with_session
+def warm(
+    session: Session, *, keys: tuple[str, ...], tokens_file: Path | None, prompts_file: Path | None, background: bool,
+    **entries: Any,
+) -> None:  # fmt: skip
+    """Read chains from storage into free memory, so that the first requests hit: L2 of an engine, or a daemon's pool.
+
+    Pass one of: KEYS, a chain of page keys, root first; --tokens or --prompts, for an engine that keys pages by tokens;
+    --top, for a daemon or vLLM. Evicts nothing. Ctrl-C cancels it. Exit code 1 if none of the pages is in memory.
+    """
+    if sum(bool(one) for one in (keys, tokens_file, prompts_file, entries["top_bytes"])) != 1:
+        raise InvalidInput("warm: pass one of KEYS, --tokens, --prompts and --top")
+    prompts = [] if tokens_file is None else [_tokens(tokens_file)]
+    if prompts_file is not None:
+        prompts = _prompts(prompts_file)
+    request = _checked(WarmRequest, keys=_page_keys(keys), prompts=prompts, **entries)
+    job = watch(session.client, "/warm", request, "warming up", background=background)
+    show_job(session.client, job, session.as_json)
+
+
 # Stores
 
 
@@ -382,16 +414,30 @@ def _checked(kind: type[Request], **entries: Any) -> Request:
 
 
 def _tokens(path: Path) -> TokenPrefix:
-    """Return the token ids in a file. Errors do not quote them."""
+    """Return the token ids in a file."""
+    return _prompt(_read(path), f"--tokens {path}")
+
+
+def _prompts(path: Path) -> list[TokenPrefix]:
+    """Return the prompts in a file, one per line. Raises InvalidInput without any."""
+    lines = enumerate(_read(path).splitlines(), 1)
+    found = [_prompt(line, f"--prompts {path}, line {number}") for number, line in lines if line.strip()]
+    if not found:
+        raise InvalidInput(f"--prompts {path}: is empty; write one prompt per line")
+    return found
+
+
+def _read(path: Path) -> bytes:
     if str(path) == "-":
-        text = sys.stdin.buffer.read(_TOKENS_FILE_BYTES_MAX)
-    else:
-        with open_regular(path) as file:
-            text = file.read(_TOKENS_FILE_BYTES_MAX)
+        return sys.stdin.buffer.read(_TOKENS_FILE_BYTES_MAX)
+    with open_regular(path) as file:
+        return file.read(_TOKENS_FILE_BYTES_MAX)
+
+
+def _prompt(text: bytes, source: str) -> TokenPrefix:
+    """Return a prompt of this JSON. Errors do not quote it."""
     try:
         found = json.loads(text)
     except ValueError:
-        raise InvalidInput(f"--tokens {path}: is not JSON; write a list of token ids") from None
-    return _checked(TokenPrefix, **({"ids": found} if isinstance(found, list) else found))
-
-
+        raise InvalidInput(f"{source}: is not JSON; write a list of token ids") from None
+    return _checked(TokenPrefix, **({"ids": found} if not isinstance(found, dict) else found))

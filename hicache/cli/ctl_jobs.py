@@ -63,7 +63,7 @@ def _job_progress(job: Job) -> StepProgress:
     found = f"{progress.store} {format_size(progress.bytes)}"
     if job.kind is JobKind.SCRUB:
         found += f", {sum(progress.damaged.values())} damaged"
-    else:
+    elif job.kind is JobKind.CLEAR:
         found += f", {progress.removed:,} removed"
     return StepProgress(progress.pages, progress.total, found.strip())
 
@@ -79,7 +79,8 @@ def show_job(client: AdminClient, job: Job, as_json: bool) -> None:
         raise click.exceptions.Exit(USAGE_EXIT_CODE)
     if job.state is JobState.CANCELLED or job.is_cancelling:
         raise click.exceptions.Exit(INTERRUPTED_EXIT_CODE)
-    if job.progress.damaged or job.progress.unsupported:
+    is_cold = job.kind is JobKind.WARM and job.state is JobState.DONE and not job.progress.pages
+    if job.progress.damaged or job.progress.unsupported or is_cold:
         raise click.exceptions.Exit(FOUND_EXIT_CODE)
 
 
@@ -107,5 +108,10 @@ def summary(job: Job) -> Iterator[str]:
             yield f"  unchecked {counted(progress.unverifiable, 'page')} without a tag, or for which the key is missing"
         if progress.skipped:
             yield f"  skipped   {', '.join(progress.skipped)}: cannot be listed"
+    if job.kind is JobKind.WARM:
+        yield f"  in memory {progress.pages:,} of {counted(progress.total or 0, 'page')}"
+        yield f"  read      {format_size(progress.bytes)}"
+        for reason in progress.skipped:
+            yield f"  skipped   {reason}"
     if progress.removed or job.kind is JobKind.CLEAR:
         yield f"  removed   {counted(progress.removed, 'page')}"

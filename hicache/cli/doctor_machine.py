@@ -25,10 +25,10 @@ from .. import __version__
 from ..config import HiCacheConfig
 from ..config.addresses import default_socket
 from ..config.mooncake_storage import MooncakeStorageOptions
-from ..host_memory import host_memory
+from ..host_memory import SHM, host_memory, resolve
 from ..keys import hash_pages
 from ..numa import numa_node
-from ..units import format_size
+from ..units import Share, format_size
 from .config import check_surroundings
 from .model_shapes import ModelShape
 from .stores import StorePart
@@ -42,7 +42,6 @@ _YEARS = range(2025, 2100)
 _CONNECT_S = 1.0
 # struct ucred of Linux: process, user, group.
 _PEER = struct.Struct("3i")
-_SHM = Path("/dev/shm")
 # The packages on which a report about a failure may depend.
 _PACKAGES = (
     "numpy", "torch", "vllm", "sglang", "redis", "botocore", "mooncake-transfer-engine",
@@ -103,7 +102,14 @@ class Subject:
         host = self.config.host
         if host.size is None and host.tokens is None and self.device_bytes is not None:
             return int(self.device_bytes * (host.ratio or 0))
+        if isinstance(host.size, Share):
+            return resolve(host.size, "L2", shared=self.uses_shm)
         return self._bytes(host.size, host.tokens)
+
+    @property
+    def uses_shm(self) -> bool:
+        """True if L2 is in /dev/shm, or would be under the installed vLLM."""
+        return self.config.host.shared.name is not None or importlib.util.find_spec("vllm") is not None
 
     @property
     def daemon_socket(self) -> Path | None:
@@ -162,7 +168,7 @@ def memory(subject: Subject) -> Iterator[Row]:
     if subject.is_engines and subject.host_bytes is not None and config.prefix_cache:
         needs["host.size"] = subject.host_bytes
     if subject.is_daemons:
-        needs |= {"daemon.pool": config.daemon.pool, "daemon.staging": config.daemon.staging}
+        needs |= {"daemon.pool": resolve(config.daemon.pool, "daemon.pool"), "daemon.staging": config.daemon.staging}
     for part in subject.parts:
         if part.spec.type == "memory" and part.capacity_bytes:
             needs[f"storage {part.name}"] = part.capacity_bytes
@@ -177,7 +183,10 @@ def memory(subject: Subject) -> Iterator[Row]:
         return
     need = sum(needs.values())
     rank = " of one rank" if "host.size" in needs else ""
-    what = f"{format_size(need)}{rank} ({', '.join(f'{name} {format_size(size)}' for name, size in needs.items())})"
+    shares = {"host.size": config.host.size, "daemon.pool": config.daemon.pool}
+    written = {name: f"{share} = " for name, share in shares.items() if isinstance(share, Share)}
+    listed = ", ".join(f"{name} {written.get(name, '')}{format_size(size)}" for name, size in needs.items())
+    what = f"{format_size(need)}{rank} ({listed})"
     runs = subject.is_daemons and daemon_user(subject.daemon_socket) is not None
     largest = max(needs, key=lambda name: needs[name])
     most = found.usable_bytes if runs or _is_mapped(config) else min(found.usable_bytes, found.available_bytes)
@@ -192,19 +201,18 @@ def memory(subject: Subject) -> Iterator[Row]:
 def _is_mapped(config: HiCacheConfig) -> bool:
     """True if the engine's shared memory exists, so that its size is no longer available."""
     name = config.host.shared.name
-    return name is not None and any(itertools.chain(_SHM.glob(f"hicache.{name}"), _SHM.glob(f"hicache.{name}[.-]*")))
+    return name is not None and any(itertools.chain(SHM.glob(f"hicache.{name}"), SHM.glob(f"hicache.{name}[.-]*")))
 
 
 def shared_memory(subject: Subject) -> Iterator[Row]:
     """Compare `host.shared` with the room in /dev/shm, where vLLM's L2 is in any case."""
     if not subject.is_engines:
         return
-    place, name, size = os.statvfs(_SHM), subject.config.host.shared.name, subject.host_bytes
+    place, name, size = os.statvfs(SHM), subject.config.host.shared.name, subject.host_bytes
     free, total = place.f_bavail * place.f_frsize, place.f_blocks * place.f_frsize
     finding = f"{format_size(total)}, {format_size(free)} free"
     figures: Figures = {"total": total, "free": free, "needed": size}
-    is_needed = name is not None or importlib.util.find_spec("vllm") is not None
-    if size is None or not is_needed:
+    if size is None or not subject.uses_shm:
         yield Row("/dev/shm", Verdict.INFO, f"{finding}; not used without host.shared, except under vLLM", "", figures)
     elif size <= free or _is_mapped(subject.config):
         yield Row("/dev/shm", Verdict.OK, f"{finding}; L2 needs {format_size(size)}", "", figures)

@@ -66,6 +66,7 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "host memory is not bound": "Copies may be slower. In a container, grant the capability `SYS_NICE`; or use "
         "`numactl --preferred`.",
         "memory ...: its processes have ended": "Dead processes of this user had left this memory in `/dev/shm`.",
+        "...: ... of ... ... = ...": "With a share of memory, such as `host.size: 80%`: its result.",
         "L2 memory of a previous": "With `host.shared.keep`. Each is verified before use.",
         "new weights": "",
         "cache closed after ... s; all": "",

@@ -8,7 +8,7 @@ from typing import Annotated
 
 from pydantic import AfterValidator, Field, model_validator
 
-from ..units import GIB, MIB, Count, PositiveDuration, PositiveSize, Size
+from ..units import GIB, MIB, Count, PositiveDuration, PositiveSize, SizeOrShare
 from .addresses import Address, HostNames, is_loopback, split_address
 from .section import VARIABLE_PATTERN, FileSystemPath, Section
 
@@ -83,9 +83,10 @@ class DaemonConfig(Section):
         default=None, pattern=VARIABLE_PATTERN, description="Name of the variable with the admin token."
     )
     tls: TlsConfig = TlsConfig()
-    pool: Size = Field(
+    pool: SizeOrShare = Field(
         default=GIB,
-        description="Host memory for hot pages of all namespaces, in front of `storage`; allocated at start. 0: none.",
+        description="Host memory for hot pages of all namespaces, in front of `storage`; allocated at start. `10%`: a "
+        "share of the memory that is available then. 0: none.",
     )
     staging: PositiveSize = Field(
         default=256 * MIB,

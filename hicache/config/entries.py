@@ -70,6 +70,8 @@ def _accepts(schema: dict[str, Any]) -> str:
     kinds = [kind for kind in _kinds(schema) if kind.get("type") != "null"]
     first = kinds[0]
     if "examples" in kinds[-1]:  # a number with a unit
+        if any("%" in example for example in kinds[-1]["examples"]):
+            return "size or share"
         return "size" if first["type"] == "integer" else "duration"
     if "enum" in first:
         return ", ".join(f"`{choice}`" for choice in first["enum"])

@@ -13,7 +13,17 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..geometry import PAGE_SIZE_MAX
 from ..policies import SLRU_PROTECTED_HITS, require_policy
-from ..units import Count, Duration, Number, PositiveDuration, PositiveSize, TierSize, refuse_bool
+from ..units import (
+    Count,
+    Duration,
+    Number,
+    PositiveDuration,
+    PositiveSize,
+    Share,
+    TierSize,
+    TierSizeOrShare,
+    refuse_bool,
+)
 from .daemon import DaemonConfig
 from .integrity import IntegrityConfig, StorageFormatConfig
 from .logging import LoggingConfig
@@ -81,10 +91,12 @@ class HostConfig(Section):
 
     alternatives = (("size", "tokens", "ratio"),)
 
-    size: TierSize | None = Field(
+    size: TierSizeOrShare | None = Field(
         default=None,
         description="Host memory for KV pages, per rank, allocated at start. It must fit into free memory: pinned "
-        "memory is not swapped.",
+        "memory is not swapped. `80%`: a share of the memory that is available at start, within cgroup limits; with "
+        "`shared` also of the free bytes of /dev/shm, and memory that is reused keeps its size. Not for several ranks "
+        "or engines that start together.",
     )
     tokens: Tokens | None = Field(
         default=None,
@@ -114,6 +126,8 @@ class HostConfig(Section):
     def _check(self) -> HostConfig:
         if self.size is None and self.tokens is None and self.ratio is None:
             raise ValueError("set one of size, tokens, ratio")
+        if isinstance(self.size, Share) and self.shared.owner == "daemon":
+            raise ValueError("size: the daemon creates the memory and takes no share; write a size, such as 64GiB")
         return self
 
 

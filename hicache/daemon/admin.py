@@ -24,9 +24,10 @@ from ..admin.models import (
     Quota,
     Status,
     TierStatus,
+    TokenPrefix,
 )
 from ..admin.stores import ConfiguredStores, LiveStore
-from ..admin.target import MemoryPlaces, Places
+from ..admin.target import Chain, MemoryPlaces, Places, Warmed
 from ..admin.views import state_of, store_status
 from ..admin.work import MATCHES_MAX
 from ..backends.base import Direction
@@ -40,6 +41,9 @@ from .statistics import NamespaceStatistics, NodeStatistics
 
 PINS_MAX = 4096
 QUOTAS_MAX = 4096
+# The time for one piece of a warm-up, and the most pages of it: each needs a buffer until the piece ends.
+WARM_S = 10.0
+WARM_PAGES_MAX = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -139,6 +143,35 @@ class NodeAdmin:
 
     def stores_cleared(self, namespace: str) -> None:
         """See AdminTarget. Does nothing: a daemon does not cache the content of its stores."""
+
+    def page_keys(self, chain: Chain) -> Sequence[bytes]:
+        """See AdminTarget."""
+        if isinstance(chain, TokenPrefix):
+            raise AdminError(
+                "unsupported", "a daemon does not know how engines hash tokens: pass page keys or --top, or use an "
+                "engine's socket",
+            )  # fmt: skip
+        if not self._node.pool.capacity_bytes:
+            raise AdminError("unsupported", "warm: this daemon has no pool; set daemon.pool and restart")
+        return chain
+
+    def warm(self, namespace: str, chain: Chain, bytes_max: int) -> Warmed:
+        """See AdminTarget. Reads on the caller's thread."""
+        found, keys, pool = self._one(namespace), self.page_keys(chain), self._node.pool
+        page_bytes, deadline = found.wire.frame_bytes, self.clock() + WARM_S
+
+        def pooled() -> int:
+            return [*pool.has(found.space, keys), False].index(False)
+
+        pages, room = pooled(), pool.room(found.space)
+        if not bytes_max:
+            backends = found.store.slot.open_backends()
+            stored = max((one.batch_exists(keys[pages:], deadline=deadline) for one in backends), default=0)
+            return Warmed(pages + min(stored, room), min(stored, room), room * page_bytes, page_bytes)
+        most = min(room, WARM_PAGES_MAX, max(1, bytes_max // page_bytes))
+        found.store.warm(keys[pages : pages + most], deadline)
+        after = pooled()
+        return Warmed(after, max(0, after - pages), pool.room(found.space) * page_bytes, page_bytes)
 
     def pin(self, request: PinRequest) -> PinStatus:
         """See AdminTarget."""

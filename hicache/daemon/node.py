@@ -31,6 +31,7 @@ from ..clock import SYSTEM_CLOCK, Clock
 from ..config import HiCacheConfig
 from ..errors import ConfigError, HiCacheError, InvalidInput
 from ..frame import FrameCodec
+from ..host_memory import resolve
 from ..units import format_size
 from .attachment import Attachment
 from .calls import CallCounters
@@ -83,10 +84,11 @@ class Node:
             raise ConfigError("daemon: needs storage or a pool; add the section `storage`, or daemon.pool")
         if (spec := self.storage.opener.spec) is not None:
             check_backend(spec.type, spec.options)
+        pool_bytes = resolve(config.daemon.pool, "daemon.pool")
         try:
-            self.pool = PagePool(config.daemon.pool)
+            self.pool = PagePool(pool_bytes)
         except OSError as error:
-            size = format_size(config.daemon.pool)
+            size = format_size(pool_bytes)
             raise ConfigError(f"daemon.pool: cannot allocate {size}: {error.strerror}; use a smaller size") from error
         self._began_s = self.clock()
         self._changed = threading.Condition()

@@ -187,6 +187,11 @@ class PagePool:
             self._unlisted.add(page)
             return page
 
+    def room(self, space: PoolSpace) -> int:
+        """Return how many more pages of a namespace fit without an eviction."""
+        with self._lock:
+            return max(0, min(self._memory.free, self._left(space))) // space.units
+
     def _may_enter(self, space: PoolSpace, deletions: int) -> bool:
         return not space.deleting and space.deletions == deletions
 

@@ -137,7 +137,7 @@ class Server:
             undo.callback(DropLog(self._dropped, LIMITS, clock=self._node.clock).close)
             self._node.state = NodeState.READY
             where = ", ".join(map(_name, self._listeners))
-            logger.info("daemon: serving at %s (%s)", where, _described(self._node.config))
+            logger.info("daemon: serving at %s (%s)", where, _described(self._node))
             self._manager.ready()
             saving = asyncio.create_task(file.keep(self._draining))
             try:
@@ -332,9 +332,9 @@ def _raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
-def _described(config: HiCacheConfig) -> str:
-    pool, staging = format_size(config.daemon.pool), format_size(config.daemon.staging)
-    return f"pool {pool}, staging {staging}, storage {stores_of(config.storage)}"
+def _described(node: Node) -> str:
+    pool, staging = format_size(node.pool.capacity_bytes), format_size(node.config.daemon.staging)
+    return f"pool {pool}, staging {staging}, storage {stores_of(node.config.storage)}"
 
 
 def _name(listener: asyncio.Server) -> str:

@@ -153,10 +153,19 @@ class SharedStore(Verbs):
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
         """See Verbs. Pages come from the pool, from the read of another call, or from the store."""
         with self._using() as attached, tracing.span("pool.get", pages=len(keys)) as span:
-            read = _Read(self, attached, keys, pages, deadline)
-            outcomes = read.run()
+            outcomes = (read := _Read(self, attached, keys, pages, deadline)).run()
             tracing.note(span, **read.counts)
         return outcomes
+
+    def warm(self, keys: Sequence[bytes], deadline: float) -> None:
+        """Read pages from the store into free room of the pool, without counting a reader. Evicts nothing. Blocks."""
+
+        def read() -> None:
+            with self._using() as attached:
+                _Read(self, attached, keys, [self.codec.scratch_frame() for _ in keys], deadline, is_warmup=True).run()
+
+        if keys:
+            self._calls.make(deadline, 1, None, read)
 
     # Stores
 
@@ -164,9 +173,8 @@ class SharedStore(Verbs):
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         """See Verbs and the module's docstring."""
-        with self._using() as attached, tracing.span("pool.set", pages=len(keys)) as span:
+        with self._using() as attached, tracing.span("pool.set", pages=len(keys)):
             outcomes = _Write(self, attached, keys, pages, parent, deadline).run()
-            tracing.note(span, hit_pages=sum(outcome.is_stored for outcome in outcomes))
         self._pool.use(self._space, keys)
         return outcomes
 
@@ -221,17 +229,19 @@ class SharedStore(Verbs):
 
 
 class _Read:
-    """One `get` of a shared store. Each key is read once; repeated keys are copied at the end."""
+    """One `get` of a shared store. Each key is read once; repeated keys are copied at the end. A warm-up's pages enter
+    the pool although nobody waits for them, and are not counted."""
 
     def __init__(
         self, store: SharedStore, attached: Attached, keys: Sequence[bytes], pages: Sequence[PageBuffer],
-        deadline: float,
+        deadline: float, *, is_warmup: bool = False,
     ) -> None:  # fmt: skip
         self._store = store
         self._pool, self._space = store._pool, store._space
         self._inner, self._flights = attached.backend, attached.reads
         self._keys, self._pages = keys, pages
         self._deadline = deadline
+        self._is_warmup = is_warmup
         self._outcomes: dict[bytes, GetOutcome] = {}
         self._waiter: Waiter[Arrival] = Waiter(pages, store._clock)
         self._failed: list[int] = []  # positions whose flights failed in other calls
@@ -242,7 +252,7 @@ class _Read:
         first: dict[bytes, int] = {}
         for position, key in enumerate(self._keys):
             first.setdefault(key, position)
-        self._since = self._pool.now()
+        self._since = 0 if self._is_warmup else self._pool.now()  # no page was used before 0, so none is evicted
         leads: deque[tuple[int, Flight[Arrival]]] = deque()
         with self._store._lock:
             self._deletions = self._pool.deletions(self._space)
@@ -301,7 +311,7 @@ class _Read:
             if answer is GetOutcome.HIT:
                 entry = self._store.pages.admit(
                     flight.key, self._pages[position], parent_of(self._pages[position]),
-                    since=self._since, deletions=self._deletions, is_wanted=bool(flight.waiters),
+                    since=self._since, deletions=self._deletions, is_wanted=self._is_warmup or bool(flight.waiters),
                 )  # fmt: skip
             leads.popleft()
             self._land(position, flight, answer, entry)
@@ -360,8 +370,10 @@ class _Read:
         for position, key in enumerate(self._keys):
             if first[key] != position and outcomes[position] is GetOutcome.HIT:
                 self._store.pages.copy(key, self._pages[first[key]], self._pages[position])
-        self._pool.hit(self._space, [key for key, outcome in self._outcomes.items() if outcome is GetOutcome.HIT])
-        self._store._tally(**self.counts)
+        hits = [key for key, outcome in self._outcomes.items() if outcome is GetOutcome.HIT]
+        (self._pool.use if self._is_warmup else self._pool.hit)(self._space, hits)
+        if not self._is_warmup:
+            self._store._tally(**self.counts)
         return outcomes
 
 

@@ -56,8 +56,9 @@ class HostPool:
         self.payload_bytes = self.shape.payload_bytes
         self.frame_bytes = frame_bytes(self.payload_bytes)
         self._offsets = self.shape.offsets
-        self.capacity_bytes = pages * self.frame_bytes
         self._mapping = self._map(pages)
+        self.capacity_bytes = len(self._mapping)
+        pages = self.capacity_bytes // self.frame_bytes  # memory that existed may keep its own number
         self.allocator = PageAllocator(pages)
         # All frames, contiguous.
         self.memory = memoryview(self._mapping)
@@ -77,7 +78,7 @@ class HostPool:
     def _map(self, pages: int) -> mmap.mmap:
         """Return the memory of `pages` zeroed frames, 4096-aligned and touched. Subclasses override only this."""
         self._require_available(pages)
-        mapping = mmap.mmap(-1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        mapping = mmap.mmap(-1, pages * self.frame_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if self.node is not None:
             bind(mapping, self.node)
         populate_zeroed(mapping)
@@ -85,10 +86,10 @@ class HostPool:
 
     def _require_available(self, pages: int) -> None:
         """Raise CapacityError unless enough memory is available for all frames and a reserve for other programs."""
-        available = host_memory().available_bytes
-        if self.capacity_bytes + _RESERVE_BYTES > available:
+        available, needed = host_memory().available_bytes, pages * self.frame_bytes
+        if needed + _RESERVE_BYTES > available:
             raise CapacityError(
-                f"host pool: {pages} pages of {self.frame_bytes} bytes need {self.capacity_bytes} bytes, "
+                f"host pool: {pages} pages of {self.frame_bytes} bytes need {needed} bytes, "
                 f"but only {available} are available; lower host.size, host.tokens or host.ratio"
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -11,8 +12,8 @@ from ..config import DeviceConfig, HostConfig
 from ..errors import CapacityError, ConfigError
 from ..frame import frame_bytes
 from ..geometry import KVGeometry, PageShape, page_shape
-from ..host_memory import host_memory
-from ..units import format_size
+from ..host_memory import host_memory, resolve
+from ..units import Share, format_size
 
 # Staging of copies on a CUDA device: one ring of slots per direction. Several slots keep link and kernels busy.
 STAGING_SLOTS = 3
@@ -96,18 +97,28 @@ def device_pages(
     return pages
 
 
-def host_pages(config: HostConfig, page: PageShape | KVGeometry, l1_pages: int) -> int:
-    """Return the pages of L2 for `host.size`, `host.tokens` or `host.ratio` (of `l1_pages`).
+def host_pages(
+    config: HostConfig, page: PageShape | KVGeometry, l1_pages: int, *, shared: bool = False
+) -> int | Callable[[], int]:
+    """Return the pages of L2 for `host.size`, `host.tokens` or `host.ratio` (of `l1_pages`). For a share of memory,
+    return a function that counts them when L2 is allocated, with `shared` or `host.shared.name` in /dev/shm.
 
-    Raises ConfigError if that is less than one page.
+    Raises ConfigError if that is less than one page; the function does so too.
     """
-    shape = page_shape(page)
-    if config.size is not None:
-        pages = config.size // frame_bytes(shape.payload_bytes)
+    size, shape = config.size, page_shape(page)
+    if isinstance(size, Share):
+        shared = shared or config.shared.name is not None
+        return lambda: _at_least_one(resolve(size, "L2", shared=shared) // frame_bytes(shape.payload_bytes))
+    if size is not None:
+        pages = size // frame_bytes(shape.payload_bytes)
     elif config.tokens is not None:
         pages = config.tokens // shape.tokens
     else:
         pages = int(l1_pages * (config.ratio or 0))
+    return _at_least_one(pages)
+
+
+def _at_least_one(pages: int) -> int:
     if pages < 1:
         raise ConfigError("host: smaller than one page; raise host.size, host.tokens or host.ratio")
     return pages

@@ -10,6 +10,7 @@ import hashlib
 import json
 import mmap
 import time
+from collections.abc import Callable
 
 import torch
 
@@ -32,7 +33,7 @@ class SharedHostPool(HostPool):
         processes: int,
         deadline: float,
         shape: PageShape | KVGeometry,
-        pages: int,
+        pages: int | Callable[[], int],
         *,
         pin: torch.device | None,
         node: int | None = None,
@@ -46,14 +47,15 @@ class SharedHostPool(HostPool):
         self._deadline = deadline
         self._role = role
         self.keep = keep
-        super().__init__(shape, pages, pin=pin, node=node)
+        self._count_pages = pages if callable(pages) else None
+        super().__init__(shape, 1 if callable(pages) else pages, pin=pin, node=node)
 
     @classmethod
     def open(  # noqa: PLR0913 - of the pool, and of its file
         cls,
         name: str,
         shape: PageShape | KVGeometry,
-        pages: int,
+        pages: int | Callable[[], int],
         *,
         processes: int | None = None,
         pin: torch.device | None = None,
@@ -65,6 +67,7 @@ class SharedHostPool(HostPool):
         """Open the pool `name`, or create it. Blocks until it is ready, at most `timeout_s` seconds; the process that
         creates the pool also waits while the kernel zeroes the memory.
 
+        If `pages` is a function, an existing pool keeps its number of pages, and a new one has the function's result.
         `name` is 1 to 128 letters, digits, dashes and dots. Use one name per engine, so that a restart takes over the
         memory after a crash. `processes` is the number of processes that open the pool, including this one; with None,
         the name stays until `unlink`, or until all of them have ended and another pool is opened. `pin` is the CUDA
@@ -79,7 +82,7 @@ class SharedHostPool(HostPool):
         """
         members = 0 if processes is None else whole("shared host pool: processes", processes, 1, PROCESSES_MAX)
         deadline = time.monotonic() + number("shared host pool: timeout_s", timeout_s)
-        pages = whole("shared host pool: pages", pages, 1)
+        pages = pages if callable(pages) else whole("shared host pool: pages", pages, 1)
         return cls(name, members, deadline, shape, pages, pin=pin, node=node, role=role, keep=keep)
 
     @property
@@ -99,7 +102,7 @@ class SharedHostPool(HostPool):
         layout = Layout(self._processes, pages, self.frame_bytes, shape_digest(self.shape), keep=self.keep)
         self._shared = SharedMemory.open(
             self._name, layout, deadline=self._deadline, role=self._role, node=self.node,
-            require_memory=lambda: self._require_available(pages),
+            count_pages=self._count_pages, require_memory=self._require_available,
         )  # fmt: skip
         return self._shared.mapping
 

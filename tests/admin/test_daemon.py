@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from hicache.frame import FrameCodec
 from hicache.lab.devservers.ports import LOOPBACK
 from tests.admin.ctl import Ctl
-from tests.admin.daemons import ADMIN_TOKEN, DATA_TOKEN, Daemon, keys_of
+from tests.admin.daemons import ADMIN_TOKEN, DATA_TOKEN, PAYLOAD_BYTES, Daemon, keys_of
 from tests.waiting import wait_for
 
 pytestmark = pytest.mark.long
@@ -174,6 +175,91 @@ def test_a_scrub_reads_every_namespace(daemon: Daemon) -> None:
     filled(daemon, 0xBB, 2)
     progress = daemon.job("/scrub", {})["progress"]
     assert (progress["pages"], progress["damaged"], progress["skipped"]) == (5, {}, ["ram"])
+
+
+# Warm-up
+
+FRAME_BYTES = FrameCodec(bytes(32), PAYLOAD_BYTES).frame_bytes
+
+
+def store_hits(daemon: Daemon) -> list[tuple[int, int, int]]:
+    """Return the counts of each namespace's readers."""
+    found = daemon.admin("GET", "/status")["namespaces"]
+    return [(one["pool_hits"], one["store_hits"], one["misses"]) for one in found]
+
+
+def test_a_chain_of_keys_is_read_into_the_pool(daemon: Daemon) -> None:
+    keys = filled(daemon, 0xAA)
+    daemon.job("/clear", {"where": "pool"})
+    before = store_hits(daemon)
+    body = {"keys": [key.hex() for key in keys[:3]], "namespace": "aa"}
+    dry = daemon.job("/warm", body | {"dry_run": True})["progress"]
+    assert daemon.places(keys, namespace="aa") == [["ram", "disk"]] * 4
+    job = daemon.job("/warm", body)
+    assert (job["kind"], job["state"], job["what"]) == ("warm", "done", "warm-up with 3 pages of namespaces aa...")
+    progress = job["progress"]
+    assert (progress["pages"], progress["total"], progress["bytes"]) == (3, 3, 3 * FRAME_BYTES) and progress == dry
+    assert daemon.places(keys, namespace="aa") == [["pool", "ram", "disk"]] * 3 + [["ram", "disk"]]
+    assert store_hits(daemon) == before, "a warm-up is not a reader"
+    assert daemon.engine(0xAA).read(keys[:3]) == 3
+    pooled, stored, missed = (after - was for was, after in zip(before[0], store_hits(daemon)[0], strict=True))
+    assert (pooled, stored, missed) == (3, 0, 0)
+
+
+def test_the_hottest_chains_of_all_open_namespaces_are_read_into_the_pool(daemon: Daemon) -> None:
+    keys = filled(daemon, 0xAA, 12)  # more than one piece
+    filled(daemon, 0xBB, 2)
+    daemon.job("/clear", {"where": "pool"})
+    progress = daemon.job("/warm", {"top_bytes": 1 << 30, "namespace": "bb"})["progress"]
+    assert (progress["pages"], progress["skipped"]) == (2, ["ram: cannot be listed"])
+    assert daemon.places(keys[:2], namespace="bb") == [["pool", "ram", "disk"]] * 2
+    progress = daemon.job("/warm", {"top_bytes": 1 << 30})["progress"]
+    assert (progress["store"], progress["pages"], progress["bytes"]) == ("disk", 14, 12 * FRAME_BYTES)
+    assert daemon.places(keys, namespace="aa") == [["pool", "ram", "disk"]] * 12
+
+
+def test_a_warm_up_stays_within_the_quota_and_evicts_nothing(daemon: Daemon) -> None:
+    keys = filled(daemon, 0xAA, 4)
+    filled(daemon, 0xBB, 4)
+    daemon.job("/clear", {"where": "pool", "namespace": "aa"})
+    daemon.admin("PUT", "/quotas", {"namespace": "aa", "quota_bytes": 3 * PAGE_POOL_BYTES}, 204)
+    later = keys_of(1, first=40)
+    daemon.engine(0xAA).store(later)
+    for dry_run in (True, False):
+        progress = daemon.job("/warm", {"top_bytes": 1 << 30, "dry_run": dry_run})["progress"]
+        assert (progress["pages"], progress["total"], progress["bytes"]) == (7, 9, 2 * FRAME_BYTES)
+        assert progress["skipped"] == ["ram: cannot be listed", "memory is full, and a warm-up evicts nothing"]
+    assert daemon.places([*later, *keys], namespace="aa") == [["pool", "ram", "disk"]] * 3 + [["ram", "disk"]] * 2
+    assert daemon.places(keys, namespace="bb") == [["pool", "ram", "disk"]] * 4
+    assert pool_bytes(daemon, A) == 3 * PAGE_POOL_BYTES
+
+
+def test_ctl_warms_the_pool_of_a_daemon(daemon: Daemon) -> None:
+    keys = filled(daemon, 0xAA)
+    daemon.job("/clear", {"where": "pool"})
+    ctl = Ctl(("-c", str(daemon.config_file)))
+    lines = ctl("warm", "--top", "1GiB", "--rate", "100MiB").out.splitlines()
+    assert lines[0].startswith("warm-up with the hottest 1.0 GiB: done after")
+    assert lines[1:] == ["  in memory 4 of 4 pages", "  read      80.0 KiB", "  skipped   ram: cannot be listed"]
+    assert daemon.places(keys, namespace="aa") == [["pool", "ram", "disk"]] * 4
+    assert "in memory 1 of 1 page" in ctl.quick("warm", keys[0].hex(), "--namespace", "aa").out
+    assert "in memory 0 of 1 page" in ctl.quick("warm", "0" * 64, "--namespace", "aa", code=1).out
+
+
+def test_a_daemon_refuses_tokens_and_needs_an_engine_before_a_warm_up(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "daemon") as daemon:
+        answer = daemon.admin("POST", "/warm", {"prompts": [{"ids": [1, 2]}]}, 409)
+        assert answer["error"] == "unsupported" and "does not know how engines hash tokens" in answer["detail"]
+        answer = daemon.admin("POST", "/warm", {"top_bytes": 1 << 20}, 404)
+        assert "start an engine first" in answer["detail"]
+        daemon.engine(0xAA).store(keys_of(1))
+        answer = daemon.admin("POST", "/warm", {"top_bytes": 1, "namespace": "12"}, 404)
+        assert "list the namespaces" in answer["detail"]
+
+
+def test_a_daemon_without_a_pool_cannot_be_warmed(tmp_path: Path) -> None:
+    with Daemon(tmp_path / "daemon", pool="0B") as daemon:
+        assert "set daemon.pool" in daemon.admin("POST", "/warm", {"top_bytes": 1 << 20}, 409)["detail"]
 
 
 def test_ctl_finds_the_daemon_by_its_configuration(daemon: Daemon) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import os
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -11,13 +13,15 @@ from typing import Any
 
 import pytest
 
-from hicache.cache import ChunkCache, HiRadixCache, TreeCache, create_cache
+from hicache.cache import ChunkCache, HiRadixCache, TreeCache, create_cache, create_host_cache
 from hicache.config import HiCacheConfig, HostConfig
 from hicache.errors import CapacityError, ConfigError, InvalidInput, RankError
 from hicache.frame import Encoding, FrameHeader, TagKind
 from hicache.frame.header import key_id
 from hicache.geometry import DTYPE_BYTES, KVGeometry
+from hicache.host_memory import HostMemory
 from hicache.keys import Namespace, RadixKey
+from hicache.shared_memory import path_of
 from hicache.tiers import KVPool, create_device_pool
 from hicache.tiers.memory import DeviceMemory, host_is_pinned
 from tests.ranks import gloo_ranks
@@ -43,6 +47,47 @@ def test_the_sizes_and_limits_of_the_configuration_are_used() -> None:
         assert cache.controller.config.transfer.write_pages_max == 7
         assert cache.config.prefetch.threshold_tokens == 4
         assert not cache.host.pinned
+
+
+def machine_with(available: int) -> HostMemory:
+    return HostMemory(1 << 40, available, None)
+
+
+def test_a_share_of_memory_is_a_pool_of_whole_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache.host_memory.host_memory", lambda *_: machine_with((100 << 20) + 4095))
+    with create_cache(config(host={"size": "50%"}), NAMESPACE) as cache:  # a frame has 4096 bytes
+        assert isinstance(cache, HiRadixCache) and cache.host.pages == (50 << 20) // 4096
+        assert cache.host.capacity_bytes == 50 << 20
+    with create_host_cache(config(host={"size": "12.5%"}), NAMESPACE) as cache:
+        assert cache.host.pages == 3200
+
+
+def test_a_share_of_memory_below_one_page_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache.host_memory.host_memory", lambda *_: machine_with(8191))
+    for shared in ({}, {"name": f"test-factory-{os.getpid()}"}):
+        with pytest.raises(ConfigError, match="smaller than one page"):
+            create_cache(config(host={"size": "50%", "shared": shared}), NAMESPACE)
+    assert not path_of(f"test-factory-{os.getpid()}").exists()
+
+
+def test_kept_memory_of_a_share_has_the_same_pages_in_the_next_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = f"test-factory-{os.getpid()}"
+
+    def pages(size: str, available: int) -> int:
+        monkeypatch.setattr("hicache.host_memory.host_memory", lambda *_: machine_with(available))
+        with create_cache(config(host={"size": size, "shared": {"name": name, "keep": True}}), NAMESPACE) as cache:
+            assert isinstance(cache, HiRadixCache)
+            found = cache.host.pages
+        del cache
+        gc.collect()  # unmaps the memory
+        return found
+
+    try:
+        assert pages("50%", 8 << 20) == 1024
+        assert pages("50%", 4 << 20) == 1024, "the kept memory is not available"
+        assert pages("1MiB", 4 << 20) == 256, "a written size replaces it"
+    finally:
+        path_of(name).unlink(missing_ok=True)
 
 
 def key_file(path: Path, digits: str) -> str:
@@ -192,6 +237,16 @@ def test_ranks_with_different_pools_use_the_smallest_size() -> None:
         assert isinstance(cache, HiRadixCache)
         assert (cache.device.pages, cache.host.pages) == (16, 30)
         cache.close()
+
+
+def test_several_ranks_cannot_have_a_share_of_memory_and_one_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache.host_memory.host_memory", lambda *_: machine_with(2 << 20))
+    for error in started(*[config(host={"size": "50%"})] * 2):
+        assert isinstance(error, ConfigError)
+        assert "host.size: a share needs one pool per machine; with 2 ranks write a size" in str(error)
+    (cache,) = started(config(host={"size": "50%"}))
+    assert isinstance(cache, HiRadixCache) and cache.host.pages == 256
+    cache.close()
 
 
 def test_ranks_with_different_thresholds_do_not_start() -> None:

@@ -83,6 +83,19 @@ def test_a_size_that_the_machine_does_not_have_fails_and_the_advice_names_it(tmp
     assert found["finding"].count("512.0 TiB") == 2 and found["advice"].startswith(f"lower {entry} to at most ")
 
 
+def test_a_share_of_memory_is_shown_with_its_size_and_judged_by_it(tmp_path: Path) -> None:
+    path, half = configured(tmp_path, None), ("--json", "--set", "host.size=50%")
+    found = rows(doctor(path, *half))["memory"]
+    figures = found["figures"]
+    assert found["verdict"] == "ok" and "(host.size 50% = " in found["finding"]
+    assert 0.45 <= figures["needed"] / figures["available"] <= 0.55  # the machine has changed between two looks
+    found = rows(doctor(path, *half, "--set", "daemon.pool=95%"))["memory"]
+    assert found["verdict"] == "fail" and "daemon.pool 95% = " in found["finding"]
+    assert found["advice"].startswith("lower daemon.pool to at most ")
+    named = rows(doctor(path, *half, "--set", "host.shared.name=hicache-doctor-test"))["/dev/shm"]
+    assert named["verdict"] == "ok" and named["figures"]["needed"] <= 0.55 * named["figures"]["free"]
+
+
 def test_host_tokens_and_a_ratio_are_sizes_once_the_model_is_known(tmp_path: Path) -> None:
     path = configured(tmp_path, None, host={"ratio": 4}, device={"tokens": 1 << 30})
     result = CliRunner().invoke(main, ["doctor", "-c", str(path), "--model", "qwen3-8b", "--json"])

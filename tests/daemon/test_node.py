@@ -37,6 +37,7 @@ from hicache.daemon.shared_slot import SharedSlot
 from hicache.daemon.statistics import NamespaceStatistics
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
+from hicache.host_memory import HostMemory
 from tests.backends._subjects import doorless
 from tests.waiting import WAIT_S, wait_for
 
@@ -110,6 +111,17 @@ def as_store(namespace: Namespace) -> Subject:
 def status(node: Node) -> NamespaceStatistics:
     (found,) = node.statistics().namespaces
     return found
+
+
+def test_a_pool_may_be_a_share_of_the_available_memory(
+    make: Callable[..., tuple[Node, Opener]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    found = HostMemory(1 << 40, 20 << 20, None)
+    monkeypatch.setattr("hicache.host_memory.host_memory", lambda *_: found)
+    node, _ = make("12.5%")
+    assert node.pool.capacity_bytes == node.statistics().pool.capacity_bytes == 2_621_440
+    assert "daemon.pool: 12.5% of 20.0 MiB available = 2.5 MiB" in caplog.messages
 
 
 def test_a_healthy_store_is_open_when_its_namespace_is(make: Callable[..., tuple[Node, Opener]]) -> None:

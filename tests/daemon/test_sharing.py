@@ -364,6 +364,53 @@ def set_at_once(store: SharedStore, inner: Gated, keys: list[bytes]) -> list[lis
         return [call.result(30.0) for call in calls]
 
 
+# Warm-up
+
+
+def in_pool(store: SharedStore, keys: Sequence[bytes]) -> list[bool]:
+    return store.pages.pool.has(store.pages.space, keys)
+
+
+def test_a_warm_up_reads_into_free_room_evicts_nothing_and_is_not_counted() -> None:
+    driver = Gated()
+    store, old, new = shared(driver, pool_pages=5), make_keys(3, "old"), make_keys(4, "new")
+    store_chain(driver.subject, new)
+    store_chain(doorless(store), old)
+    before = store.sharing()
+    for _ in range(2):  # a second request for a page does not evict for a warm-up either
+        store.warm(new, soon())
+        assert in_pool(store, old) == [True] * 3 and in_pool(store, new) == [True, True, False, False]
+        assert store.pages.pool.statistics().evicted == 0 and store.sharing() == before
+        store.pages.pool.check()
+    assert store.pages.pool.room(store.pages.space) == 0
+    store.pages.pool.set_quota(store.pages.space, 1)
+    assert store.pages.pool.room(store.pages.space) == 0
+
+
+def test_a_reader_gets_a_page_that_a_warm_up_is_reading(threads: ThreadPoolExecutor) -> None:
+    driver, keys = Gated(), make_keys(3)
+    store_chain(driver.subject, keys)
+    store = shared(driver)
+    driver.read_gate.clear()
+    warming = threads.submit(store.warm, keys, soon())
+    wait_for(lambda: driver.gets == 1)
+    reader = threads.submit(load, doorless(store), keys)
+    wait_for(lambda: waiting_pages(store) == 3)
+    driver.read_gate.set()
+    assert reader.result(30) == [HIT] * 3 and driver.gets == 1
+    warming.result(30)
+    assert store.sharing().shared_reads == 3 and in_pool(store, keys) == [True] * 3
+
+
+def test_a_warm_up_of_a_failing_store_leaves_the_pool_as_it_is() -> None:
+    driver, keys = Gated(), make_keys(2)
+    store = shared(driver)
+    store.warm(keys, soon())  # not stored
+    driver.down = True
+    store.warm(keys, soon())
+    assert in_pool(store, keys) == [False, False]
+
+
 def test_two_clients_that_store_a_page_at_once_cause_one_write() -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(3)

@@ -180,7 +180,7 @@ def test_the_memory_limit_has_room_for_pool_and_staging() -> None:
     config = load_config(FOLDER / "daemon.yaml", environ={}, overrides={}).daemon
     (daemon,) = resource("daemonset.yaml", "DaemonSet")["spec"]["template"]["spec"]["containers"]
     limit = int(daemon["resources"]["limits"]["memory"].removesuffix("Gi")) * GIB
-    assert config.pool + config.staging + 2 * GIB <= limit
+    assert isinstance(config.pool, int) and config.pool + config.staging + 2 * GIB <= limit
 
 
 def configurations() -> Iterator[tuple[str, str]]:

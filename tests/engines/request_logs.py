@@ -1,13 +1,15 @@
 """Writes the same requests to standard output as the request loggers of the engines do. For test_request_logs.py.
 
-Runs in its own process, because the engines configure the logging of the whole process: `python -m
-tests.engines.request_logs vllm text DEBUG`.
+Runs in its own process, because the engines configure the logging of the whole process. It writes several logs, since
+the import of an engine takes most of the time, with the line END after each: `python -m tests.engines.request_logs vllm
+text:DEBUG json:DEBUG`.
 """
 
 from __future__ import annotations
 
 import sys
 
+END = b"--- end of the log ---\n"
 TEXT = "it's \n, prompt_token_ids: [9], prompt_embeds shape: None.\n\u00e9"
 PROMPTS = [list(range(100)), list(range(64)), [*range(64), 1, 2]]
 OUTPUT = [7, 8, 9]
@@ -49,7 +51,12 @@ def log_sglang(form: str, level: int) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "vllm":
-        log_vllm(sys.argv[2], sys.argv[3])
-    else:
-        log_sglang(sys.argv[2], int(sys.argv[3]))
+    for log in sys.argv[2:]:
+        form, _, level = log.partition(":")
+        if sys.argv[1] == "vllm":
+            log_vllm(form, level)
+        else:
+            log_sglang(form, int(level))
+        sys.stdout.flush()
+        sys.stdout.buffer.write(END)
+        sys.stdout.buffer.flush()

@@ -19,7 +19,9 @@ import pytest
 import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
+from hicache.frame import NO_PARENT, FrameHeader
 from hicache.lab.devservers.ports import LOOPBACK
+from tests.admin.ctl import Ctl
 from tests.waiting import wait_for
 
 from .process import EngineProcess
@@ -49,12 +51,18 @@ def config(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(model: Path, config: Path, folder: Path, **options: object) -> EngineProcess:
     kv = hicache_connector(config)
     options = vllm_options(model, kv_transfer_config=kv, worker_extension_cls=HOOKS, **options)
-    return EngineProcess("tests.engines.vllm_engine", options, folder=folder, environ=vllm_environ(processes=False))
+    environ = vllm_environ(processes=False, HICACHE_ADMIN__SOCKET=str(folder / "admin" / "engine.sock"))
+    return EngineProcess("tests.engines.vllm_engine", options, folder=folder, environ=environ)
 
 
 @pytest.fixture(scope="module")
-def vllm(llama: Path, config: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[EngineProcess]:
-    with start(llama, config, tmp_path_factory.mktemp("vllm")) as engine:
+def vllm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("vllm")
+
+
+@pytest.fixture(scope="module")
+def vllm(llama: Path, config: Path, vllm_folder: Path) -> Iterator[EngineProcess]:
+    with start(llama, config, vllm_folder) as engine:
         yield engine
 
 
@@ -118,6 +126,15 @@ def stored(vllm: EngineProcess, store: Path, asked: list[int]) -> tuple[list[int
     return tokens, pages_in(store) - before
 
 
+def in_order(pages: set[Path]) -> list[str]:
+    """Return the keys of a chain, root first."""
+    below = {header.parent_key: header.page_key for page in pages if (header := FrameHeader.parse(page.read_bytes()))}
+    keys = [NO_PARENT]
+    while keys[-1] in below:
+        keys.append(below[keys[-1]])
+    return [key.hex() for key in keys[1:]]
+
+
 def on_host_only(vllm: EngineProcess) -> None:
     wait_for(lambda: bool(vllm.call("reset")))
 
@@ -138,6 +155,20 @@ def test_tokens_are_equal_cold_and_from_device_host_and_files(vllm: EngineProces
     from_files = vllm.call("metrics").get("vllm:prompt_tokens_cached_by_source disk", 0)
     assert generate(vllm, asked) == ([cold], [IN_PAGES])
     assert vllm.call("metrics")["vllm:prompt_tokens_cached_by_source disk"] == from_files + IN_PAGES
+
+
+def test_after_a_warm_up_the_first_request_hits_host_memory(
+    vllm: EngineProcess, store: Path, vllm_folder: Path
+) -> None:
+    ctl, asked = Ctl(("--socket", str(vllm_folder / "admin" / "engine.sock"))), prompt("warm-up")
+    cold, pages = stored(vllm, store, asked)
+    on_host_only(vllm)
+    ctl.quick("clear", "--pool", "--yes")
+    warmed = ctl.quick("--json", "warm", *in_order(pages)).json["progress"]  # the engine is idle
+    assert (warmed["pages"], warmed["total"], warmed["skipped"]) == (PAGES, PAGES, [])
+    from_files = vllm.call("metrics").get("vllm:prompt_tokens_cached_by_source disk", 0)
+    assert generate(vllm, asked) == ([cold], [IN_PAGES])
+    assert vllm.call("metrics").get("vllm:prompt_tokens_cached_by_source disk", 0) == from_files
 
 
 def test_zeroed_frames_change_the_tokens(vllm: EngineProcess, store: Path) -> None:

@@ -134,6 +134,11 @@ def test_host_memory_in_tokens_or_below_one_chunk_is_rejected() -> None:
         host_bytes(size="3000B")
 
 
+def test_a_share_of_memory_is_rejected_because_each_process_would_compute_another_size() -> None:
+    with pytest.raises(ConfigError, match=r"host\.size: .* write a size, such as 64GiB, instead of 12\.5%"):
+        host_bytes(size="12.5%")
+
+
 STORED = HiCacheConfig.model_validate({"storage": {"type": "memory"}})
 
 

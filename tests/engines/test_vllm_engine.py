@@ -159,6 +159,15 @@ def test_an_engine_with_full_attention_is_served() -> None:
     assert open_engine({}, {}).layout.shape.tokens == 64
 
 
+def test_data_parallel_engines_cannot_have_a_share_of_memory_and_one_engine_can(
+    monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HICACHE_HOST__SIZE", "12.5%")
+    assert str(open_engine({}, {}).config.host.size) == "12.5%"
+    with pytest.raises(ConfigError, match=r"host\.size: .* with 2 data-parallel ranks write a size"):
+        open_engine({"data_parallel_size": 2}, {})
+
+
 def warnings_for(changes: dict[str, Any], specs: list[FullAttentionSpec], caplog: pytest.LogCaptureFixture) -> str:
     groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(kv_cache_specs=dict(enumerate(specs))))]
     cache: Any = SimpleNamespace(kv_cache_groups=groups)

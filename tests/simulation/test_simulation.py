@@ -1,4 +1,4 @@
-"""A thousand seeds of the simulation without a finding (see `simulation`). TEST_SEED=n replays one of them."""
+"""Five hundred seeds of the simulation without a finding (see `simulation`). TEST_SEED=n replays one of them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.simulation.streams import StagedCopyEngine, StreamedCopyEngine
 
 pytestmark = pytest.mark.long
 
-SEEDS = 1000
+SEEDS = 500
 LONG_SEEDS = 200
 STREAMED_SEEDS = 100
 BLOCK = 100  # seeds in one test

@@ -92,7 +92,7 @@ def path_of(name: str) -> Path:
 
 
 def open_here(
-    name: str, pages: int = 8, processes: int | None = 2, timeout_s: float = WAIT_S, **options: Any
+    name: str, pages: int | Callable[[], int] = 8, processes: int | None = 2, timeout_s: float = WAIT_S, **options: Any
 ) -> SharedHostPool:  # fmt: skip
     shape = options.pop("shape", GEOMETRY)
     return SharedHostPool.open(name, shape, pages, processes=processes, timeout_s=timeout_s, **options)
@@ -163,6 +163,37 @@ def test_a_kept_pool_stays_until_it_is_unlinked(name: str, children: list[Child]
     pool.unlink()
     assert path_of(name).exists(), "the name belongs to another pool by now"
     other.unlink()
+
+
+def test_processes_that_count_different_pages_share_those_of_the_first(name: str) -> None:
+    counted: list[int] = []
+
+    def count(pages: int) -> int:
+        counted.append(pages)
+        return pages
+
+    first, second, third = (open_here(name, partial(count, pages), processes=3) for pages in (7, 5, 9))
+    assert {first.identity, second.identity, third.identity} == {first.identity}
+    assert [pool.pages for pool in (first, second, third)] == [7, 7, 7] and counted == [7]
+    assert third.capacity_bytes == len(third.memory) == 7 * third.frame_bytes
+    assert not path_of(name).exists(), "the last of them removes the name"
+
+
+def test_a_pool_whose_pages_are_counted_differs_only_by_other_properties(name: str) -> None:
+    pool = open_here(name, 8, None)
+    with pytest.raises(SharedMemoryError, match="its pages have another shape"):
+        open_here(name, lambda: 5, None, shape=PageShape(4, (Piece("kv", GEOMETRY.payload_bytes),)))
+    assert open_here(name, lambda: 5, None).pages == 8
+    pool.unlink()
+
+
+def test_pages_are_counted_anew_after_a_leftover_with_other_pages_is_removed(name: str) -> None:
+    made = open_here(f"{name}-made")
+    path_of(name).touch(0o600)
+    path_of(name).write_bytes(made.path.read_bytes())
+    pool = open_here(name, lambda: 5, None, shape=PageShape(4, (Piece("kv", GEOMETRY.payload_bytes),)))
+    assert pool.pages == 5
+    pool.unlink()
 
 
 def test_a_view_that_outlives_its_pool_does_not_block_other_processes(name: str) -> None:

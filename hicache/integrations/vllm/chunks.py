@@ -26,7 +26,7 @@ from ...config import HiCacheConfig
 from ...config.schema import HostConfig
 from ...errors import ConfigError
 from ...fingerprint import model_fingerprint
-from ...units import format_size
+from ...units import Share, format_size
 from ..options import engine_config
 from .engine import OPTIONS, extra_of, identity_of, quantisation_of, require_supported
 
@@ -128,6 +128,11 @@ def _host_bytes(host: HostConfig, vllm: VllmConfig, cache: KVCacheConfig, blocks
         raise ConfigError(
             "host.tokens: layers of this model keep the KV of different tokens, so tokens have no fixed size; use "
             "host.size"
+        )
+    if isinstance(host.size, Share):
+        raise ConfigError(
+            "host.size: vLLM's own offloading, which serves this model, needs the same size in all its processes; "
+            f"write a size, such as 64GiB, instead of {host.size}"
         )
     device_bytes = cache.kv_cache_tensors[0].size * vllm.parallel_config.world_size  # each size is that of all tensors
     found = host.size if host.size is not None else int(device_bytes * (host.ratio or 0))

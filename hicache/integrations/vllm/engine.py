@@ -35,6 +35,7 @@ from ...keys import Namespace
 from ...logs import LimitedLog
 from ...tiers import SharedHostPool
 from ...tiers.memory import host_is_pinned, host_pages
+from ...units import Share
 from ..options import engine_config, known_options, model_identity
 from .announced import WorkerLayout
 from .layout import BlockLayout
@@ -80,7 +81,11 @@ class Engine:
             raise ConfigError(
                 "host.shared.owner: the processes of vLLM create the memory that they share; use 'engine'"
             )
-        if vllm.parallel_config.data_parallel_size > 1 and config.events.data_parallel_rank is None:
+        if (engines := vllm.parallel_config.data_parallel_size) > 1 and isinstance(config.host.size, Share):
+            raise ConfigError(
+                f"host.size: a share needs one pool per machine; with {engines} data-parallel ranks write a size: 64GiB"
+            )
+        if engines > 1 and config.events.data_parallel_rank is None:
             rank = {"data_parallel_rank": vllm.parallel_config.data_parallel_index}
             config = config.model_copy(update={"events": EventsConfig(**config.events.model_dump() | rank)})
         layers = spec.kv_cache_specs if isinstance(spec, UniformTypeKVCacheSpecs) else {}
@@ -128,7 +133,7 @@ class Engine:
             pin = torch.device("cuda", torch.cuda.current_device())
         processes = None if self.config.host.shared.name else self.layout.ranks + 1
         shape = self.layout.shape
-        pages = host_pages(self.config.host, shape, self.blocks // self.layout.blocks_per_page)
+        pages = host_pages(self.config.host, shape, self.blocks // self.layout.blocks_per_page, shared=True)
         pool = SharedHostPool.open(self.name, shape, pages, processes=processes, pin=pin, timeout_s=_OPEN_S)
         if not worker:
             pool.claim()

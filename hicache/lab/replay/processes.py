@@ -20,7 +20,8 @@ from multiprocessing.connection import Connection, Pipe, wait
 
 import torch
 
-from ...errors import HiCacheError
+from ...errors import ConfigError, HiCacheError
+from ...units import Share
 from .job import ReplayJob
 from .result import ReplayResult, Sample, merged
 from .runner import SAMPLE_EVERY_S, start
@@ -142,6 +143,10 @@ def start_engines(job: ReplayJob) -> InProcess | Children | VirtualEngines:
     `start` does; `run` raises the errors of children."""
     if job.virtual:
         return VirtualEngines(job)
+    if job.processes > 1 and isinstance(job.config.host.size, Share):
+        raise ConfigError(
+            f"replay: host.size: a share needs one pool per machine; with {job.processes} processes write a size: 1GiB"
+        )
     return InProcess(job) if job.processes == 1 else Children(job)
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from hicache.errors import HiCacheError
+from hicache.config import HostConfig
+from hicache.errors import ConfigError, HiCacheError
 from hicache.lab.replay.job import ReplayJob
 from hicache.lab.replay.processes import Children, InProcess, start_engines
 from hicache.lab.speeds import ComputeSpeed, Speeds
@@ -42,6 +43,13 @@ def file_job(directory: Path, *, prompts: int = 8, times: int = 2, **options: An
         directory, rounds(prompts, times), config, running_max=1, waiting_max=1,
         speeds=Speeds(compute=ComputeSpeed(tokens_per_s=100_000)), **options,
     )  # fmt: skip
+
+
+def test_several_processes_cannot_have_a_share_of_memory(tmp_path: Path) -> None:
+    one = file_job(tmp_path, processes=2)
+    config = one.config.model_copy(update={"host": HostConfig(size="12.5%")})
+    with pytest.raises(ConfigError, match=r"replay: host\.size: .* with 2 processes write a size"):
+        start_engines(replace(one, config=config))
 
 
 def test_two_processes_share_a_store_and_their_results_are_one(tmp_path: Path) -> None:

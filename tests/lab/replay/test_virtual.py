@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache.config import HiCacheConfig, load_config
+from hicache.config import HiCacheConfig, HostConfig, load_config
 from hicache.config.ready import ready_file
 from hicache.errors import CapacityError, ConfigError, InvariantError
 from hicache.lab.replay.job import ReplayJob
@@ -277,6 +277,9 @@ def test_what_cannot_run_without_bytes_is_refused_with_the_change_to_make(tmp_pa
     checked = small_config(integrity__verify="load")
     assert "remove them" in refused(checked)
     assert "use one store" in refused(load_config(ready_file("file-over-shared-files"), environ={}))
+    assert "host.size: this machine is not the one that serves; write a size" in refused(
+        HiCacheConfig(page_size=checked.page_size, device=checked.device, host=HostConfig(size="50%"))
+    )
     assert "lower host.size" in refused(small_config(host=1 << 40))  # 192 TiB of frames: more than an address has bits
 
 

@@ -121,7 +121,10 @@ def _cache(job: ReplayJob, clock: VirtualClock, table: Table | None) -> HiRadixC
         raise InvalidInput(f"replay: {job.preset} has no geometry of attention")
     pages = device_pages(config.device, geometry, torch.device("cpu"), _ENOUGH)
     device = untouched_device_pool(geometry, pages)
-    host = UntouchedHostPool(geometry, host_pages(config.host, geometry, device.pages))
+    l2_pages = host_pages(config.host, geometry, device.pages)
+    if callable(l2_pages):
+        raise ConfigError("replay --virtual: host.size: this machine is not the one that serves; write a size: 64GiB")
+    host = UntouchedHostPool(geometry, l2_pages)
     speeds = job.speeds
     copies = VirtualCopyEngine(
         device.blocks, HostWindow(host), clock, speeds.host_bytes_per_s, speeds.host_fixed_s

@@ -142,11 +142,12 @@ class UntouchedHostPool(HostPool):
     """A host pool of any size whose memory is reserved, but never used."""
 
     def _map(self, pages: int) -> mmap.mmap:
+        size_bytes = pages * self.frame_bytes
         try:
-            return mmap.mmap(-1, self.capacity_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
+            return mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE)
         except (OSError, OverflowError, ValueError) as error:
             raise CapacityError(
-                f"host pool: the system has no {self.capacity_bytes} bytes of address space for {pages} pages; lower "
+                f"host pool: the system has no {size_bytes} bytes of address space for {pages} pages; lower "
                 "host.size, host.tokens or host.ratio"
             ) from error
 
