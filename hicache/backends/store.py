@@ -33,6 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, final
 
+from .. import tracing
 from ..arguments import instance
 from ..background import BackgroundTask
 from ..clock import SYSTEM_CLOCK, Clock
@@ -42,7 +43,7 @@ from ..frame import FrameCodec, PageBuffer
 from ..supervised import SupervisedPool, WorkerFactory
 from .attempts import Attempts
 from .base import BackendStatistics, Direction, EvictionListener, GetOutcome, SetOutcome, Usage
-from .calls import Calls, check_batch, check_keys, parent_outside, runs
+from .calls import Calls, check_batch, check_keys, hits_in, parent_outside, runs
 from .driver import Driver, RegistersMemory, ReportsEvictions
 from .errors import RAISED, ErrorKind
 from .faults import Faults
@@ -151,8 +152,9 @@ class Store:
         if not keys:
             return 0
         return self._call(
-            Verb.EXISTS, 1, deadline, 0, lambda call: self._look_up(call, lambda: self._attempts.prefix(keys, deadline))
-        )
+            Verb.EXISTS, len(keys), deadline, 0,
+            lambda call: self._look_up(call, lambda: self._attempts.prefix(keys, deadline)),
+        )  # fmt: skip
 
     def batch_has(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
         """See Storage."""
@@ -160,7 +162,7 @@ class Store:
         if not keys:
             return []
         return self._call(
-            Verb.EXISTS, 1, deadline, [False] * len(keys),
+            Verb.EXISTS, len(keys), deadline, [False] * len(keys),
             lambda call: self._look_up(call, lambda: self._attempts.has(keys, deadline)),
         )  # fmt: skip
 
@@ -203,19 +205,19 @@ class Store:
             self._count(call, errors)
             return missing
 
-        return self._call(Verb.TOUCH, 1, deadline, [], touch)
+        return self._call(Verb.TOUCH, len(keys), deadline, [], touch)
 
     def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
         """See Storage."""
         check_keys(keys)
         distinct = list(dict.fromkeys(keys))
-        return self._call(Verb.DELETE, 1, deadline, 0, lambda call: self._removal(
+        return self._call(Verb.DELETE, len(distinct), deadline, 0, lambda call: self._removal(
             call, lambda: self._attempts.remove(distinct, deadline))) if keys else 0  # fmt: skip
 
     def clear(self, *, deadline: float) -> int:
         """See Storage."""
         return self._call(
-            Verb.DELETE, 1, deadline, 0, lambda call: self._removal(call, lambda: self._attempts.clear(deadline))
+            Verb.DELETE, 0, deadline, 0, lambda call: self._removal(call, lambda: self._attempts.clear(deadline))
         )
 
     def usage(self) -> Usage:
@@ -322,14 +324,22 @@ class Store:
 
     # A call
 
-    def _call(self, verb: Verb, pages: int, deadline: float, refused: T, work: Callable[[Call], T]) -> T:
-        """Return the result of `work` for an admitted call. A call that is not made returns `refused` and counts
-        `pages` errors. A lookup or removal of any number of keys moves no bytes, and counts as one page."""
+    def _call(self, verb: Verb, keys: int, deadline: float, refused: T, work: Callable[[Call], T]) -> T:
+        """Return the result of `work` for an admitted call, which has a span. A call that is not made returns `refused`
+        and counts an error for each page. A lookup or removal of any number of keys moves no bytes, and counts as one
+        page."""
+        moves = verb is Verb.GET or verb is Verb.SET
+        pages, size_bytes = (keys, keys * self.codec.frame_bytes) if moves else (1, 0)
 
         def admitted() -> T:
-            size_bytes = pages * self.codec.frame_bytes if verb is Verb.GET or verb is Verb.SET else 0
-            with self._admission.enter(verb, pages, size_bytes, deadline) as call:
-                return work(call)
+            with (
+                self._admission.enter(verb, pages, size_bytes, deadline) as call,
+                tracing.span("store." + verb, store=self.name, pages=keys, bytes=size_bytes) as span,
+            ):
+                answer = work(call)
+                if span is not None:
+                    tracing.note(span, hit_pages=hits_in(answer, keys), outcome=call.result.value)
+                return answer
 
         return self._calls.make(deadline, pages, refused, admitted)
 

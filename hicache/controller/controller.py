@@ -32,6 +32,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import islice
 
+from .. import tracing
 from ..backends.base import Direction
 from ..backends.compose import copies_of
 from ..backends.slot import OpenBackend
@@ -233,14 +234,16 @@ class HiCacheController:
     # L3
 
     def submit_lookup(
-        self, key: RadixKey, *, start_page: int, prior: bytes | PageChain, timeout_s: float
-    ) -> Lookup:
-        """Look up how many pages of `key` from `start_page` on storage has. `timeout_s` also bounds a later read.
+        self, key: RadixKey, *, start_page: int, prior: bytes | PageChain, timeout_s: float,
+        context: tracing.Context | None = None,
+    ) -> Lookup:  # fmt: skip
+        """Look up how many pages of `key` from `start_page` on storage has. `timeout_s` also bounds a later read;
+        `context` is the parent of the spans of both.
 
         REQUIRES: the gate is open for reads, and fewer prefetches than `operations_max` are in flight.
         """
         deadline = self.clock() + min(timeout_s, PREFETCH_S_MAX)
-        lookup = Lookup(key, start_page, prior, storage=self.gate.enter(), deadline=deadline)
+        lookup = Lookup(key, start_page, prior, storage=self.gate.enter(), deadline=deadline, context=context)
         self._prefetches[lookup] = None
         self._submitted["prefetches"] += 1
         self._storage.submit(lookup)
@@ -252,7 +255,9 @@ class HiCacheController:
         """
         keys = found.keys[skip_pages : skip_pages + len(pages)]
         deadline = found.deadline if timeout_s is None else self.clock() + min(timeout_s, PREFETCH_S_MAX)
-        read = Read(keys, pages, storage=self.gate.enter(), codec=self.host_codec, deadline=deadline)
+        read = Read(
+            keys, pages, storage=self.gate.enter(), codec=self.host_codec, deadline=deadline, context=found.context
+        )
         self._prefetches[read] = None
         self.read_pages += len(pages)
         self._storage.submit(read)
