@@ -138,7 +138,7 @@ $(VENV)/.demo-stamp: pyproject.toml constraints.txt hatch_build.py $(wildcard na
 # Has all that the demo needs as well.
 $(VENV)/.test-stamp: pyproject.toml constraints.txt hatch_build.py $(wildcard native/*.c) | $(BIN)/python
 	@echo "installing the dependencies into $(VENV); torch takes a few minutes the first time"
-	$(PIP_INSTALL) -e ".[lab,redis,s3,mooncake-cpu,daemon,events,compression,dev-servers,dev]"
+	$(PIP_INSTALL) -e ".[lab,redis,s3,mooncake-cpu,daemon,events,compression,tracing,dev-servers,dev]"
 	$(BIN)/python -m hicache.lab.devservers.install_libraries || echo "the tests that need them will fail until then" >&2
 	touch $@ $(VENV)/.demo-stamp
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from hicache.clock import ManualClock
+from hicache.clock import Clock, ManualClock
 
 
 class PassingClock(ManualClock):
@@ -17,3 +17,13 @@ class PassingClock(ManualClock):
         if not event.is_set():
             self.sleep(timeout_s)
         return event.is_set()
+
+
+class At(Clock):
+    """A clock whose wall time stands still, for pages that were stored at a known time."""
+
+    def __init__(self, wall_s: float) -> None:
+        self._wall_s = wall_s
+
+    def wall_s(self) -> float:
+        return self._wall_s

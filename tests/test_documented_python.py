@@ -127,6 +127,7 @@ SETUPS = {
     "docs/host_cache.md": [HOST, WORKERS],
     "docs/reliability.md": [CONFIG + CACHE],
     "docs/servers.md": ["", SERVER],
+    "docs/tracing.md": [CONFIG + CACHE],
 }  # fmt: skip
 NOT_RUN = {
     "docs/backends/redis.md": "it needs an account of a cloud; tests/backends/redis/test_redis_credentials.py has a "

@@ -108,6 +108,7 @@ SYSTEM_TIME = {
     "tiers/copy_paths.py": "events of CUDA",
     "tiers/copy_thread.py": "copies between device and host, the end of threads",
     "tiers/shared.py": "another process that creates the memory",
+    "tracing.py": "the end of the process",
 }
 _TIMES = {"monotonic", "monotonic_ns", "time", "time_ns", "sleep"}
 _WAITABLE = re.compile(r"threading\.(?:Event|Condition|Lock|RLock|Semaphore|Barrier)")

@@ -66,6 +66,7 @@ def file_backend(usage: Usage | None) -> StoreStatistics:
         evicted_pages=4,
         read_bytes=12288,
         written_bytes=20480,
+        expired_pages=6,
     )
     return StoreStatistics("file", statistics, usage, None, IDLE)
 
@@ -109,6 +110,7 @@ def test_a_scrape_shows_the_statistics_of_each_backend() -> None:
     assert value("corrupt_pages_total", reason="tag") == 1
     assert value("errors_total", reason="ENOSPC") == 2
     assert value("evicted_pages_total") == 4
+    assert value("expired_pages_total") == 6
     assert value("transferred_bytes_total", direction="read") == 12288
     assert value("transferred_bytes_total", direction="write") == 20480
     assert (value("stored_pages"), value("stored_bytes"), value("capacity_bytes")) == (7, 28672, 1000)

@@ -135,8 +135,10 @@ STORAGE = (
           "ops", ((rate("backend_copies_total", "backend", "outcome"), "{{instance}} {{backend}} {{outcome}}"),)),
     Panel("Waiting copies", "Pages waiting to be copied to a part. If the number keeps rising, copies will be dropped.",
           "short", (("sum by (instance, backend) (hicache_backend_waiting_copies{%s})", "{{instance}} {{backend}}"),)),
-    Panel("Evicted by the store", "Pages that the store removed to make room.", "ops",
-          ((rate("backend_evicted_pages_total", "backend"), "{{instance}} {{backend}}"),)),
+    Panel("Evicted by the store", "Pages that the store removed to make room, or because they were too old (expired).",
+          "ops",
+          ((rate("backend_evicted_pages_total", "backend"), "{{instance}} {{backend}}"),
+           (rate("backend_expired_pages_total", "backend"), "{{instance}} {{backend}} expired"))),
     Panel("Retries", "Calls that were retried; storage.guard.retry_share limits them.", "ops",
           ((rate("backend_retried_calls_total", "backend", "direction"), "{{instance}} {{backend}} {{direction}}"),)),
 )  # fmt: skip

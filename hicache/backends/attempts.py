@@ -1,8 +1,8 @@
 """One attempt at a call of a driver, with the failures as values.
 
 Each function calls the driver once and returns its answer and the kinds of its errors; the caller counts them, judges
-them and may try again. Pages are verified and damaged ones removed here (see `pages`), exceptions of the driver end
-here, and injected faults begin here.
+them and may try again. Pages are verified, and damaged and expired ones removed here (see `pages`), exceptions of the
+driver end here, and injected faults begin here.
 
 Locking design: immutable except for `_raised` and `_last_incidents`, a set and a reference, which any thread changes.
 """
@@ -37,6 +37,7 @@ from .errors import RAISED, ErrorKind, StoreError
 from .faults import INJECTED, Faults
 from .limit import CapacityLimit
 from .pages import SETTLE_S, Damaged, PageReads, PageWrites
+from .retention import Retention
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +52,11 @@ class Attempts:
 
     def __init__(
         self, driver: Driver[Any], codec: FrameCodec, name: str, calls: Calls, limit: CapacityLimit | None,
-        faults: Faults | None, *, clock: Clock,
+        faults: Faults | None, *, retention: Retention | None = None, clock: Clock,
     ) -> None:  # fmt: skip
         self.driver = driver
         self.limit = limit
+        self._retention = retention
         self._codec = codec
         self._namespace = codec.namespace
         self._name = name
@@ -222,8 +224,10 @@ class Attempts:
     def read(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float
     ) -> tuple[list[GetOutcome], list[str]]:
-        """Read and verify pages; remove damaged ones."""
+        """Read and verify pages; remove damaged and expired ones."""
         reads: PageReads[Any] = PageReads(self._codec, keys, pages, deadline, self._clock)
+        if self._retention is not None:
+            reads.oldest_s = self._retention.oldest_s
 
         def read() -> None:
             self._reach(len(keys), deadline)
@@ -234,6 +238,10 @@ class Attempts:
         if reads.damaged:
             self._calls.count(corrupt=reads.corrupt)
             reads.errors += self._remove_damaged(reads.damaged, deadline)
+        if reads.expired and self._retention is not None:
+            removed, errors = self._remove_found(reads.expired, deadline)
+            self._retention.note_removed(removed)
+            reads.errors += errors
         if self._faults is not None:
             damaged = self._faults.damage(self._codec, keys, pages, outcomes)
             if damaged:
@@ -241,11 +249,15 @@ class Attempts:
                 reads.errors += self.remove(list(dict.fromkeys(damaged)), deadline)[1]
         return outcomes, reads.errors
 
-    def _remove_damaged(self, damaged: Sequence[Damaged[Any]], deadline: float) -> list[str]:
-        """Remove damaged objects, but not objects that have replaced them since."""
+    def _remove_found(self, unwanted: Sequence[Damaged[Any]], deadline: float) -> tuple[int, list[str]]:
+        """Remove objects, but not objects that have replaced them since."""
         until = max(deadline, self._clock() + SETTLE_S)
-        keys, found = [one.key for one in damaged], [one.found for one in damaged]
-        _, errors = self._removed(lambda: self.driver.remove(self._namespace, keys, until, found))
+        founds = {one.key: one.found for one in unwanted}  # a key may occur twice in a read
+        return self._removed(lambda: self.driver.remove(self._namespace, [*founds], until, [*founds.values()]))
+
+    def _remove_damaged(self, damaged: Sequence[Damaged[Any]], deadline: float) -> list[str]:
+        """Remove damaged objects, and log that."""
+        _, errors = self._remove_found(damaged, deadline)
         failure = f"not removed ({errors[-1]})" if errors else "removed"
         for one in damaged:
             self._damage_log.warn(
@@ -269,6 +281,8 @@ class Attempts:
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> tuple[list[SetOutcome], list[str]]:
         writes = PageWrites(self._codec, keys, pages, parent, deadline, self._clock)
+        if self._retention is not None:
+            writes.oldest_s = self._retention.oldest_s
         outcomes = writes.finish(self.failure(lambda: self.driver.write(writes)))
         return outcomes, writes.errors
 
@@ -302,7 +316,7 @@ class Attempts:
         return str(found or "")
 
     def incidents(self) -> Incidents:
-        """Return the totals of driver and limit; the last ones if the driver raises. Does not block."""
+        """Return the totals of driver, limit and retention; the last ones if the driver raises. Does not block."""
 
         def ask() -> None:
             if isinstance(self.driver, HasIncidents):
@@ -311,17 +325,17 @@ class Attempts:
         kind = self.failure(ask)
         if kind:
             self._calls.count(errors=[kind])
-        if self.limit is None:
-            return self._last_incidents
-        ours, limits = self._last_incidents, self.limit.incidents()
-        errors = Counter(ours.errors)
-        errors.update(limits.errors)
-        return Incidents(errors, ours.evicted_pages + limits.evicted_pages)
+        found = [self._last_incidents, *(one.incidents() for one in (self.limit, self._retention) if one is not None)]
+        errors = Counter[str]()
+        for one in found:
+            errors.update(one.errors)
+        return Incidents(errors, sum(one.evicted_pages for one in found), sum(one.expired_pages for one in found))
 
     def close(self) -> None:
-        """Close limit and driver. Raises the driver's BackendError; any other exception is counted."""
-        if self.limit is not None:
-            self.limit.close()
+        """Close retention, limit and driver. Raises the driver's BackendError; any other exception is counted."""
+        for sweeper in (self._retention, self.limit):
+            if sweeper is not None:
+                sweeper.close()
         try:
             self.driver.close()
         except BackendError:

@@ -49,6 +49,7 @@ class StoredPage:
 
     `namespace` and `key` are 32 raw bytes; a shorter key means an object at the location of all pages whose keys begin
     with it. `used_s` is the Unix time of the last use, or of the write if the store does not record uses, or None.
+    `stored_s` is the Unix time when the page was stored, if the listing shows it.
     `identity` distinguishes the object from a later one at its location; None if the store cannot. `damage` is the
     reason why the object cannot be a page, if the listing shows one.
     """
@@ -59,6 +60,7 @@ class StoredPage:
     used_s: float | None
     identity: Hashable = None
     damage: str | None = None
+    stored_s: float | None = None
 
     @property
     def id(self) -> PageId:
@@ -84,7 +86,8 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class BackendStatistics:
-    """Totals since the backend was opened. `corrupt` counts by reason, `errors` by class of error."""
+    """Totals since the backend was opened. `corrupt` counts by reason, `errors` by class of error. `expired_pages` were
+    removed because they were older than the maximum age."""
 
     gets: Mapping[GetOutcome, int]
     sets: Mapping[SetOutcome, int]
@@ -93,3 +96,4 @@ class BackendStatistics:
     evicted_pages: int
     read_bytes: int
     written_bytes: int
+    expired_pages: int = 0

@@ -67,6 +67,15 @@ def _is_writable_bytes(buffer: memoryview) -> bool:
     return buffer.format == "B" and buffer.ndim == 1 and buffer.c_contiguous and not buffer.readonly
 
 
+def hits_in(answer: object, keys: int) -> int:
+    """Return how many of `keys` pages were found, read, stored or removed, by the answer of a verb."""
+    if not isinstance(answer, list):
+        return int(answer) if isinstance(answer, int) else 0
+    if not answer or isinstance(answer[0], bytes):  # a touch answers with the missing pages
+        return keys - len(answer)
+    return sum(one in (True, GetOutcome.HIT, SetOutcome.STORED, SetOutcome.PRESENT) for one in answer)
+
+
 def parents_of(keys: Sequence[bytes], parent: bytes | None) -> list[bytes | None]:
     """Return the key of the page before each page of a batch. A repeated key has the parent of its first occurrence, so
     the pages of one batch never form a cycle. REQUIRES: `check_batch` accepts them."""

@@ -152,10 +152,12 @@ class ExplainsRejections(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Incidents:
-    """What happened in a driver outside the pages of its calls, as totals: `errors` by kind, and evicted pages."""
+    """What happened in a driver outside the pages of its calls, as totals: `errors` by kind, evicted and expired pages.
+    """
 
     errors: Mapping[str, int] = field(default_factory=dict)
     evicted_pages: int = 0
+    expired_pages: int = 0
 
 
 @runtime_checkable
@@ -195,6 +197,10 @@ class SharesSweeps(Protocol):
     @property
     def swept(self) -> Swept:
         """Return the last size known to this engine. Does not block."""
+
+    @property
+    def sweeps(self) -> bool:
+        """Return True while this engine is the one that sweeps for all. Any thread; does not block."""
 
     def begin_sweep(self, needs_room: bool) -> bool:
         """Learn the size of the store. Return True if this engine must list and sweep now; False if another one does.

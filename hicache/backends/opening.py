@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
+from .. import tracing
 from ..clock import SYSTEM_CLOCK, Clock
 from ..config import HiCacheConfig
 from ..errors import ConfigError
@@ -17,16 +18,20 @@ _PLANES_ELEMENT_BYTES = 2
 
 
 class StorageOpener:
-    """Opens the storage of one configuration for namespaces. The constructor reads the keys once.
+    """Opens the storage of one configuration for namespaces. The constructor reads the keys once, and switches spans on
+    as configured.
 
     `element_bytes` is the size of a KV element, None if unknown; `clock` is the clock of the stores that it opens.
-    `spec` is None without storage. Raises ConfigError for keys that cannot be read. Thread-safe.
+    `spec` is None without storage. Raises ConfigError for keys that cannot be read, and as `tracing.enable`.
+    Thread-safe.
     """
 
     def __init__(
         self, config: HiCacheConfig, environ: Mapping[str, str] | None = None, element_bytes: int | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
+        if config.tracing.enabled:
+            tracing.enable()
         self._clock = clock
         environ = os.environ if environ is None else environ
         chosen = config.storage_format
@@ -50,6 +55,7 @@ class StorageOpener:
             compression=self._compression,
             weights_epoch=weights_epoch,
             label=label,
+            clock=self._clock,
         )
 
     def open(self, codec: FrameCodec, part: BackendSpec | None = None) -> Storage:

@@ -16,7 +16,20 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from ..clock import SYSTEM_CLOCK, Clock
-from ..frame import Damage, FrameCodec, PageBuffer, PageView, TagStream, fill, first_bytes, join
+from ..frame import (
+    HEADER_BYTES,
+    Damage,
+    FrameCodec,
+    PageBuffer,
+    PageView,
+    TagStream,
+    fill,
+    first_bytes,
+    header_of,
+    join,
+    stored_time,
+    unseal,
+)
 from .base import GetOutcome, SetOutcome
 from .calls import parents_of
 from .errors import ErrorKind
@@ -30,8 +43,8 @@ Outcome = TypeVar("Outcome", GetOutcome, SetOutcome)
 
 @dataclass(frozen=True, slots=True)
 class Damaged(Generic[Found]):
-    """A stored object that failed verification as the page `key`, for this `reason`. `found` is the store's value that
-    distinguishes it from an object that has replaced it since."""
+    """A stored object to be removed: it failed verification as the page `key`, for this `reason`, or has expired.
+    `found` is the store's value that distinguishes it from an object that has replaced it since."""
 
     key: bytes
     found: Found
@@ -40,7 +53,9 @@ class Damaged(Generic[Found]):
 
 class _Pages(Generic[Outcome]):
     """The common base of reads and writes: an outcome per key, or None until it is known. `deadline` is a time of
-    `clock`."""
+    `clock`. Pages that were stored before the Unix time `oldest_s` are expired."""
+
+    oldest_s = 0.0
 
     def __init__(
         self, codec: FrameCodec, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float, clock: Clock
@@ -80,7 +95,7 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
     """The pages of a `batch_get`. `keys` may repeat. See the module's docstring.
 
     Iterating gives the positions, head first, until the deadline: then the remaining pages fail. Invariant: a page is a
-    HIT only after its codec has verified the bytes in its buffers.
+    HIT only after its codec has verified the bytes in its buffers. An expired page is a MISS.
     """
 
     def __init__(
@@ -89,6 +104,7 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
     ) -> None:  # fmt: skip
         super().__init__(codec, keys, pages, deadline, clock)
         self.damaged: list[Damaged[Found]] = []
+        self.expired: list[Damaged[Found]] = []
         self._frames: dict[int, memoryview] = {}
 
     @property
@@ -134,25 +150,36 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
 
     def accept(self, position: int, stored_bytes: int, found: Found, arrived: TagStream | None = None) -> bool:
         """Verify the page whose `stored_bytes` bytes are in its buffers (or were not read because they do not fit).
-        Return True for a hit. A damaged page is removed after the store has read all pages."""
+        Return True for a hit. A damaged or expired page is removed after the store has read all pages."""
         key, page, frame = self.keys[position], self.pages[position], self._frames.pop(position, None)
         damage = self.codec.accept(key, page if frame is None else frame, stored_bytes, arrived)
         if damage is None:
             if frame is not None and isinstance(page, PageView):
                 page.scatter(frame)
-            self._outcomes[position] = GetOutcome.HIT
-        elif damage.is_unsupported:
+            return self._is_served(position, found)
+        if damage.is_unsupported:
             self._outcomes[position] = GetOutcome.MISS  # not damaged: the page stays for other readers
             self.errors.append(damage.value)
         else:
             self.damage(position, damage, found)
-        return damage is None
+        return False
+
+    def _is_served(self, position: int, found: Found) -> bool:
+        """Report a verified page. Return False if it has expired."""
+        header = header_of(self.pages[position])
+        if stored_time(header) >= self.oldest_s:
+            self._outcomes[position] = GetOutcome.HIT
+            return True
+        unseal(header)  # the buffer does not count as this page later
+        self.miss(position)
+        self.expired.append(Damaged(self.keys[position], found, "expired"))
+        return False
 
     def accept_verified(self, position: int, found: Found) -> None:
         """Report a page that a trusted server has verified and put into its buffers as plain bytes: only its header is
         compared."""
         if self.codec.is_sealed(self.keys[position], self.pages[position]):
-            self._outcomes[position] = GetOutcome.HIT
+            self._is_served(position, found)
         else:
             self.damage(position, Damage.HEADER, found)
 
@@ -219,10 +246,13 @@ class PageWrites(_Pages[SetOutcome]):
 
     def sealed(self, position: int) -> list[memoryview]:
         """Return the encoded page as the buffers to write, in order; together a multiple of 4096 bytes. They stay valid
-        while they are referenced."""
-        return self.codec.seal_buffers(
-            self.keys[position], self.pages[position], parent=self.parents[position]
-        )
+        while they are referenced. An expired page, such as an old one in host memory, is stored as a new one."""
+        key, page = self.keys[position], self.pages[position]
+        if stored_time(header_of(page)) < self.oldest_s and self.codec.is_sealed(key, page):
+            # Not unsealed: other threads may read the page.
+            payload = page.parts if isinstance(page, PageView) else [page[HEADER_BYTES:][: self.codec.payload_bytes]]
+            page = PageView(memoryview(bytearray(HEADER_BYTES)), payload)
+        return self.codec.seal_buffers(key, page, parent=self.parents[position])
 
     def sealed_frame(self, position: int) -> memoryview:
         """Return the encoded page as one buffer."""

@@ -30,6 +30,7 @@ from ..frame import FrameCodec
 from .driver import Driver, Inspects
 from .faults import Faults
 from .limit import CapacityLimit
+from .retention import Retention
 from .storage import Storage
 from .store import UNGUARDED, Store
 from .stored import StoredPages
@@ -65,6 +66,8 @@ _INSPECTED: Mapping[str, str] = {
 }
 # The built-in backends whose `capacity` is enforced by `limit`, because their servers have no such limit.
 _LIMITED = frozenset({"redis", "s3", "shared_files"})
+# The built-in backends with a `max_age`. Redis removes expired pages itself; in the others a sweep does.
+_AGED = frozenset({"file", "redis", "s3", "shared_files"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +163,17 @@ def open_spec(spec: BackendSpec, codec: FrameCodec, clock: Clock = SYSTEM_CLOCK)
         except InvalidInput as error:
             made.close()
             raise ConfigError(f"backend {spec.type}: {error}") from error
+    retention = None
+    max_age_s: float | None = cast(Any, own).max_age if spec.type in _AGED else None
+    if max_age_s is not None:
+        listed = None if spec.type == "redis" else StoredPages(cast(Inspects, made), spec.name or spec.type, clock)
+        retention = Retention(codec.namespace, listed, max_age_s=max_age_s, clock=clock)
+        if limit is not None:
+            retention.on_removed = limit.sweep_soon
     faults = Faults(guard.inject, clock) if guard.inject.is_on else None
-    return Store(made, codec, guard, name=spec.name or spec.type, limit=limit, faults=faults, clock=clock)
+    return Store(
+        made, codec, guard, name=spec.name or spec.type, limit=limit, retention=retention, faults=faults, clock=clock
+    )
 
 
 def check_backend(type_name: str, options: Options) -> None:

@@ -123,6 +123,7 @@ class Storage(Protocol):
             evicted_pages=sum(one.evicted_pages for one in found),
             read_bytes=sum(one.read_bytes for one in found),
             written_bytes=sum(one.written_bytes for one in found),
+            expired_pages=sum(one.expired_pages for one in found),
         )
 
     def may_pass(self, direction: Direction) -> bool:

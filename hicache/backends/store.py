@@ -8,6 +8,7 @@
     retries      failed pages are retried once, within a budget and the deadline
     containment  an exception of the driver is counted, and its pages are ERROR
     capacity     a limit in bytes for stores without their own (see `limit`)
+    retention    pages beyond a maximum age are neither served nor kept (see `retention`)
     faults       injected, to try out their effects (see `faults`)
 
 A call that is not made returns 0 or ERROR at once. A store abandons nothing: a hanging call keeps its thread and its
@@ -32,6 +33,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar, final
 
+from .. import tracing
 from ..arguments import instance
 from ..background import BackgroundTask
 from ..clock import SYSTEM_CLOCK, Clock
@@ -41,7 +43,7 @@ from ..frame import FrameCodec, PageBuffer
 from ..supervised import SupervisedPool, WorkerFactory
 from .attempts import Attempts
 from .base import BackendStatistics, Direction, EvictionListener, GetOutcome, SetOutcome, Usage
-from .calls import Calls, check_batch, check_keys, parent_outside, runs
+from .calls import Calls, check_batch, check_keys, hits_in, parent_outside, runs
 from .driver import Driver, RegistersMemory, ReportsEvictions
 from .errors import RAISED, ErrorKind
 from .faults import Faults
@@ -51,6 +53,7 @@ from .guard.health import REJECTED, StoreHealth
 from .guard.log import GuardLog
 from .guard.probes import Prober
 from .limit import CapacityLimit
+from .retention import Retention
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -84,14 +87,14 @@ _stores: weakref.WeakSet[Store] = weakref.WeakSet()
 @final
 class Store:
     """Storage of one store; see the module's docstring, and `storage` for the verbs. Thread-safe. Owns `driver`,
-    `limit` and `faults`.
+    `limit`, `retention` and `faults`.
 
     `name` is the store's name in metrics and messages. Deadlines are times of `clock`. `workers` makes the pools of its
     threads. The child of a fork rejects every verb (`errors["forked"]`): neither threads nor connections survive a
     fork.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the parts that a store owns
         self,
         driver: Driver[Any],
         codec: FrameCodec,
@@ -99,6 +102,7 @@ class Store:
         *,
         name: str = "storage",
         limit: CapacityLimit | None = None,
+        retention: Retention | None = None,
         faults: Faults | None = None,
         clock: Clock = SYSTEM_CLOCK,
         workers: WorkerFactory = SupervisedPool,
@@ -108,12 +112,13 @@ class Store:
         self.name = name
         self.guard = instance("guard", guard, GuardConfig)
         self._limit = limit
+        self._sweepers = [one for one in (limit, retention) if one is not None]
         self._faults = faults
         self._clock = clock
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
         self._calls = Calls(codec, clock)
-        self._attempts = Attempts(driver, codec, name, self._calls, limit, faults, clock=clock)
+        self._attempts = Attempts(driver, codec, name, self._calls, limit, faults, retention=retention, clock=clock)
         self._log = GuardLog(name, clock)
         self._usage = Usage(0, 0, None)
         # One run probes both directions; a run that takes longer counts as hung.
@@ -130,8 +135,8 @@ class Store:
         self._usage_task = BackgroundTask(
             f"usage-{name}", self._renew_usage, _USAGE_PATIENCE_S, clock=clock, workers=workers
         )
-        if limit is not None:
-            limit.start()
+        for sweeper in self._sweepers:
+            sweeper.start()
         _stores.add(self)
 
     @property
@@ -147,8 +152,9 @@ class Store:
         if not keys:
             return 0
         return self._call(
-            Verb.EXISTS, 1, deadline, 0, lambda call: self._look_up(call, lambda: self._attempts.prefix(keys, deadline))
-        )
+            Verb.EXISTS, len(keys), deadline, 0,
+            lambda call: self._look_up(call, lambda: self._attempts.prefix(keys, deadline)),
+        )  # fmt: skip
 
     def batch_has(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
         """See Storage."""
@@ -156,7 +162,7 @@ class Store:
         if not keys:
             return []
         return self._call(
-            Verb.EXISTS, 1, deadline, [False] * len(keys),
+            Verb.EXISTS, len(keys), deadline, [False] * len(keys),
             lambda call: self._look_up(call, lambda: self._attempts.has(keys, deadline)),
         )  # fmt: skip
 
@@ -199,19 +205,19 @@ class Store:
             self._count(call, errors)
             return missing
 
-        return self._call(Verb.TOUCH, 1, deadline, [], touch)
+        return self._call(Verb.TOUCH, len(keys), deadline, [], touch)
 
     def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
         """See Storage."""
         check_keys(keys)
         distinct = list(dict.fromkeys(keys))
-        return self._call(Verb.DELETE, 1, deadline, 0, lambda call: self._removal(
+        return self._call(Verb.DELETE, len(distinct), deadline, 0, lambda call: self._removal(
             call, lambda: self._attempts.remove(distinct, deadline))) if keys else 0  # fmt: skip
 
     def clear(self, *, deadline: float) -> int:
         """See Storage."""
         return self._call(
-            Verb.DELETE, 1, deadline, 0, lambda call: self._removal(call, lambda: self._attempts.clear(deadline))
+            Verb.DELETE, 0, deadline, 0, lambda call: self._removal(call, lambda: self._attempts.clear(deadline))
         )
 
     def usage(self) -> Usage:
@@ -235,7 +241,9 @@ class Store:
         found, incidents = self._calls.statistics(), self._attempts.incidents()
         errors = Counter(found.errors)
         errors.update(incidents.errors)
-        return replace(found, errors=dict(errors), evicted_pages=incidents.evicted_pages)
+        return replace(
+            found, errors=dict(errors), evicted_pages=incidents.evicted_pages, expired_pages=incidents.expired_pages
+        )
 
     def register_memory(self, memory: memoryview) -> None:
         """See Storage. A failure is counted and logged; pages are then copied. Does nothing after `close`."""
@@ -258,8 +266,8 @@ class Store:
         """See Storage."""
         if isinstance(self.driver, ReportsEvictions):
             self.driver.watch_evictions(self.codec.namespace, listener)
-        if self._limit is not None:
-            self._limit.on_evicted = listener
+        for sweeper in self._sweepers:
+            sweeper.on_evicted = listener
 
     def close(self) -> None:
         """See Storage. Waits for calls in flight for at most the grace, then closes the driver anyway. Raises the
@@ -267,8 +275,8 @@ class Store:
         self._closing.set()
         if self._faults is not None:
             self._faults.release()
-        if self._limit is not None:
-            self._limit.stop()
+        for sweeper in self._sweepers:
+            sweeper.stop()
         self._admission.close()
         with self._close_lock:
             if self._calls.close(self.guard.grace):
@@ -316,14 +324,22 @@ class Store:
 
     # A call
 
-    def _call(self, verb: Verb, pages: int, deadline: float, refused: T, work: Callable[[Call], T]) -> T:
-        """Return the result of `work` for an admitted call. A call that is not made returns `refused` and counts
-        `pages` errors. A lookup or removal of any number of keys moves no bytes, and counts as one page."""
+    def _call(self, verb: Verb, keys: int, deadline: float, refused: T, work: Callable[[Call], T]) -> T:
+        """Return the result of `work` for an admitted call, which has a span. A call that is not made returns `refused`
+        and counts an error for each page. A lookup or removal of any number of keys moves no bytes, and counts as one
+        page."""
+        moves = verb is Verb.GET or verb is Verb.SET
+        pages, size_bytes = (keys, keys * self.codec.frame_bytes) if moves else (1, 0)
 
         def admitted() -> T:
-            size_bytes = pages * self.codec.frame_bytes if verb is Verb.GET or verb is Verb.SET else 0
-            with self._admission.enter(verb, pages, size_bytes, deadline) as call:
-                return work(call)
+            with (
+                self._admission.enter(verb, pages, size_bytes, deadline) as call,
+                tracing.span("store." + verb, store=self.name, pages=keys, bytes=size_bytes) as span,
+            ):
+                answer = work(call)
+                if span is not None:
+                    tracing.note(span, hit_pages=hits_in(answer, keys), outcome=call.result.value)
+                return answer
 
         return self._calls.make(deadline, pages, refused, admitted)
 

@@ -1,7 +1,8 @@
 """The pages of a store as its operator sees them: of all namespaces, as sealed bytes, without their codec.
 
-`hicache ls`, `stat`, `verify`, `purge`, `trim` and `copy` use it, the sweeps of a limit, and tests, to check the stored
-bytes of a driver. Sealed pages are the same bytes in every store, so they can be copied from one to another.
+`hicache ls`, `stat`, `verify`, `purge`, `trim` and `copy` use it, the sweeps of `limit` and `retention`, and tests, to
+check the stored bytes of a driver. Sealed pages are the same bytes in every store, so they can be copied from one to
+another.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class SealedPage(PageWrites):
         self, page: StoredPage, data: bytes, parent: bytes | None, deadline: float, clock: Clock = SYSTEM_CLOCK
     ) -> None:
         self._data = memoryview(data)
-        codec = FrameCodec(page.namespace, max(1, len(data) - HEADER_BYTES))
+        codec = FrameCodec(page.namespace, max(1, len(data) - HEADER_BYTES), clock=clock)
         super().__init__(codec, [page.key], [self._data], parent, deadline, clock)
         self.used_s = page.used_s
 

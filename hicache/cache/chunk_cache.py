@@ -12,6 +12,7 @@ Invariant, verified by `check()`: used pages of L1 = pages held by requests.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -70,10 +71,12 @@ class ChunkCache:
         instance("key", key, RadixKey)
         return Peek(0, 0)
 
-    def prefetch_from_storage(self, rid: str, key: RadixKey) -> bool:
+    def prefetch_from_storage(self, rid: str, key: RadixKey, *, trace: Mapping[str, str] | None = None) -> bool:
         """Return False: the cache has no storage."""
         instance("rid", rid, str)
         instance("key", key, RadixKey)
+        if trace is not None:
+            instance("trace", trace, Mapping)  # type: ignore[type-abstract]
         return False
 
     def check_prefetch_progress(self, rid: str) -> bool:

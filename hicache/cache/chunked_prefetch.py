@@ -15,13 +15,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeAlias
 
+from .. import tracing
 from ..controller import Load
 from ..radix import Node, RadixTree
 from .prefetch_share import PrefetchShare
 from .prefetch_states import Prefetch, PrefetchTable, State
 
-# Starts to load those pages of the path to a node that are only on L2; None if L1 has no room for them now.
-Promote: TypeAlias = Callable[[RadixTree, Node], Load | None]
+# Starts to load those pages of the path to a node that are only on L2; None if L1 has no room for them now. The last
+# argument is the parent of the span.
+Promote: TypeAlias = Callable[[RadixTree, Node, "tracing.Context | None"], Load | None]
 
 
 class ChunkedPrefetch:
@@ -43,7 +45,7 @@ class ChunkedPrefetch:
             if end is None or end[1].device is not None:
                 self._share.take(prefetch)
                 self._table.move(prefetch, State.QUEUED)
-            elif (load := self.promote(*end)) is not None:
+            elif (load := self.promote(*end, tracing.under(prefetch.span))) is not None:
                 prefetch.load = load
                 self._table.move(prefetch, State.LOADING)
             else:

@@ -28,6 +28,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from .. import tracing
 from ..arguments import whole
 from ..controller import Backup, HiCacheController, Load
 from ..errors import InvariantError
@@ -72,8 +73,8 @@ class DeviceTier:
     """See the module's docstring. A `PageSource` for token allocators: it evicts to make room.
 
     Invariant: used pages of the pool = pages held by nodes + `request_pages`. `_backups` and `_loads` have the copies
-    that are not acknowledged, a load with the last node of its run. `writeback_pages` are in flight to L2 for their
-    eviction.
+    that are not acknowledged, a load with the last node of its run and its span. `writeback_pages` are in flight to L2
+    for their eviction.
     """
 
     def __init__(
@@ -99,7 +100,7 @@ class DeviceTier:
         self._release_arrived = release_arrived
         self._may_load = may_load  # None: all nodes
         self._backups: dict[Backup, _Run] = {}
-        self._loads: dict[Load, tuple[RadixTree, Node]] = {}
+        self._loads: dict[Load, tuple[RadixTree, Node, tracing.Span | None]] = {}
         self._halted = False
         # By page: the number of the latest fence when its last reader ended, or when it was computed.
         self._read_until = np.zeros(allocator.first + allocator.capacity, dtype=np.int64)
@@ -325,9 +326,11 @@ class DeviceTier:
 
     # From L2 to L1
 
-    def load_back(self, tree: RadixTree, match: Match) -> tuple[Node, PageIds, Load | None]:
+    def load_back(
+        self, tree: RadixTree, match: Match, context: tracing.Context | None = None
+    ) -> tuple[Node, PageIds, Load | None]:
         """Load the L2 part of `match`, or as much as fits. Return the last node that is on L1 now, the new L1 pages in
-        order, and the load (None without pages).
+        order, and the load (None without pages). `context` is the parent of its span.
 
         REQUIRES: the caller has locked `match.node` and made room for all of it.
         """
@@ -347,10 +350,10 @@ class DeviceTier:
             return none
         if cut is not None:
             nodes.append(tree.split(cut, rest))
-        load = self._load(tree, nodes)
+        load = self._load(tree, nodes, context)
         return nodes[-1], load.device_pages, load
 
-    def promote(self, tree: RadixTree, node: Node) -> Load | None:
+    def promote(self, tree: RadixTree, node: Node, context: tracing.Context | None = None) -> Load | None:
         """Load those pages of the path to `node` that are only on L2, for a request that still waits; at most as many
         as the load queue accepts. Starts at once. Return None if there is no room now. REQUIRES: `node` is held.
         """
@@ -367,13 +370,13 @@ class DeviceTier:
         if self._halted or not nodes:
             return None
         tree.lock(above)  # otherwise it could be evicted to make room for the pages below it
-        load = self._load(tree, nodes) if self._has_room(sum(map(tree.pages, nodes))) else None
+        load = self._load(tree, nodes, context) if self._has_room(sum(map(tree.pages, nodes))) else None
         tree.unlock(above)
         if load is not None:
             self._controller.launch_loads()
         return load
 
-    def _load(self, tree: RadixTree, nodes: list[Node]) -> Load:
+    def _load(self, tree: RadixTree, nodes: list[Node], context: tracing.Context | None) -> Load:
         """Load adjacent nodes, root first. REQUIRES: there is room on L1, and they stay on L2 until this returns."""
         host_pages = np.concatenate([node.host for node in nodes if node.host is not None])
         pages = self.allocator.alloc(len(host_pages))
@@ -389,12 +392,13 @@ class DeviceTier:
         tree.lock(nodes[-1])
         after = int(self._read_until[pages.astype(np.intp)].max())
         load = self._controller.submit_load(host_pages, pages, after)
-        self._loads[load] = tree, nodes[-1]
+        self._loads[load] = tree, nodes[-1], tracing.begin("load", context, pages=len(pages))
         return load
 
-    def loaded(self, load: Load) -> None:
-        """Handle the end of a load, successful or not."""
-        tree, node = self._loads.pop(load)
+    def loaded(self, load: Load, outcome: str) -> None:
+        """Handle the end of a load, successful or not; `outcome` is for its span."""
+        tree, node, span = self._loads.pop(load)
+        tracing.end(span, outcome=outcome)
         for part in tree.span(node, len(load.host_pages)):
             part.load_pending = False
         tree.release_host(node)
@@ -407,12 +411,12 @@ class DeviceTier:
         """
         if load not in self._loads:
             return
-        tree, node = self._loads[load]
+        tree, node, _ = self._loads[load]
         parts = list(tree.span(node, len(load.host_pages)))
         alone = all(part.lock_ref == 1 and part.device_children == (part is not parts[0]) for part in parts)
         if not (alone and self._controller.cancel_load(load)):
             return
-        self.loaded(load)
+        self.loaded(load, "cancelled")
         for part in parts:
             self.allocator.free(tree.leave_device(part))
 

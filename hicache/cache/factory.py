@@ -11,6 +11,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
+from .. import tracing
 from ..arguments import instance, whole
 from ..backends.opening import StorageOpener
 from ..backends.registry import BackendSpec
@@ -47,6 +48,7 @@ Tiered = TypeVar("Tiered", bound=HiRadixCache | HostCache)
 # The sections in which ranks may differ; all others influence decisions, which must be identical.
 _OF_EACH_RANK = {
     "device", "host", "integrity", "storage_format", "storage", "ranks", "metrics", "events", "admin", "daemon",
+    "tracing",
 }  # fmt: skip
 
 
@@ -204,11 +206,13 @@ def _start(  # noqa: PLR0913, PLR0917 - the differences between the two kinds of
     """Open storage, start the workers, and make a cache over both, which `undo` closes."""
     if copies is not None:
         undo.callback(copies.close, 1.0)
+    if config.tracing.enabled:
+        tracing.enable()
     namespace, epoch = namespace.labelled(config.model_label), namespace.weights_epoch
     opener = storage_opener(config, namespace, environ, clock=clock)
     options: TieredOptions = {"weights_epoch": epoch}
     if config.host.shared.keep or config.integrity.verifies_host:
-        options["host_codec"] = codecs = host_codecs(config, namespace, environ)
+        options["host_codec"] = codecs = host_codecs(config, namespace, environ, clock)
     if config.host.shared.keep:
         if ranks is not None:
             raise ConfigError("host.shared.keep: not supported with several ranks; remove the entry")

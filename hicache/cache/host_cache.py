@@ -21,14 +21,14 @@ tree waits for another write with its prefix.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Unpack
 
 import numpy as np
 
+from .. import tracing
 from ..arguments import instance, number, whole
-from ..config import HiCacheConfig
 from ..controller import HiCacheController
 from ..errors import InvalidInput, InvariantError
 from ..events import PageBlocks
@@ -77,6 +77,7 @@ class HostLoad:
     _node: Node = field(repr=False)
     _request: _Request = field(repr=False)
     storage_pages: int
+    _span: tracing.Span | None = field(repr=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -107,7 +108,11 @@ class HostCache(TieredCache):
 
     def __init__(self, host: HostPool, controller: HiCacheController, **options: Unpack[TieredOptions]) -> None:
         super().__init__(host, controller, PageAllocator(0), **options)
-        self._store_hits_min = _store_hits_min(self.config)
+        if self.config.write_policy == "write_back":
+            raise InvalidInput(
+                "write_policy: 'write_back' copies pages that L1 evicts, but this engine evicts from its device by "
+                "itself; use write_through or write_through_selective"
+            )
         used = host.allocator.used_pages - (0 if self._l2.kept is None else self._l2.kept.held)
         if used:
             raise InvalidInput(f"host: {used} pages are in use; each cache needs its own pool")
@@ -118,16 +123,16 @@ class HostCache(TieredCache):
 
     # Storage
 
-    def prefetch(self, rid: str, key: RadixKey) -> bool:
+    def prefetch(self, rid: str, key: RadixKey, *, trace: Mapping[str, str] | None = None) -> bool:
         """Start reading from storage the part of `key` that is not on L2, now or in turn. Return False if that does not
-        pay or is not possible.
+        pay or is not possible. `trace` has the request's W3C headers, `traceparent` and `tracestate`, for its spans.
 
         Look up the request after False, or once `check_prefetch` is True.
         """
-        instance("rid", rid, str)
+        context = self._note_trace(instance("rid", rid, str), trace)
         self.tree.require_fitting(key)
         self.caller.called()
-        return not self.closed and self._prefetcher.start(rid, key)
+        return not self.closed and self._prefetcher.start(rid, key, context)
 
     def describe_blocks(self, key: RadixKey, start_page: int, blocks_of: Callable[[int], PageBlocks]) -> None:
         """Describe the pages of `key` from `start_page` on by the engine's blocks, for KV events that routers can read.
@@ -154,6 +159,7 @@ class HostCache(TieredCache):
         `end_write`.
         """
         self._prefetcher.abort(rid)
+        self._contexts.pop(rid, None)
         if self._verifier is not None:
             self._verifier.forget(rid)
         self._requests.pop(rid, None)
@@ -204,11 +210,12 @@ class HostCache(TieredCache):
         request = self._request(rid, key, match, start_page)
         request.decided_pages = 0
         tree.hold_host(node)
-        host_pages = _host_pages(tree, node, end_page - start_page)
+        host_pages = _host_pages(tree, node, pages)
         arrived, _ = self._prefetcher.take_arrived(rid)
-        load = HostLoad(rid, start_page, host_pages, tree, node, request, min(arrived, len(host_pages)))
+        span = tracing.begin("load", self._contexts.get(rid), pages=pages)
+        load = HostLoad(rid, start_page, host_pages, tree, node, request, min(arrived, pages), span)
         self._loads.add(load)
-        self._loading_pages += len(host_pages)
+        self._loading_pages += pages
         return load
 
     def end_load(self, load: HostLoad, seconds: float | None) -> None:
@@ -223,6 +230,7 @@ class HostCache(TieredCache):
             raise InvalidInput("load: it has ended, or another cache began it")
         self.caller.require()
         self._loads.remove(load)
+        tracing.end(load._span, outcome="failed" if seconds is None else "loaded")
         pages = len(load.host_pages)
         self._loading_pages -= pages
         load._tree.release_host(load._node)
@@ -334,7 +342,7 @@ class HostCache(TieredCache):
         """
         known_pages = self._note_uses(rid, key, pages, begins=begins).known_pages
         self.tree.use(match.node, 0, match.pages - known_pages)
-        self._l2.store_path(match.node, self._store_hits_min)
+        self._l2.store_path(match.node, self._saved_hits_min)
 
     def _pays(self, request: _Request, pages: int) -> bool:
         """Return True if loading that many pages pays. Decided again only for another number of pages."""
@@ -410,7 +418,7 @@ class HostCache(TieredCache):
         uses = self._note_uses(write.rid, write._key, write._end_page)
         node, unused = tree.insert_host(write._key, write.start_page, write.host_pages, uses=uses)
         self._end_write(write, unused)
-        self._l2.store_path(node, self._store_hits_min)
+        self._l2.store_path(node, self._saved_hits_min)
         following = [other for other in self._behind(write) if other.start_page <= write._end_page]
         for other in following:
             match = tree.match(self._head(other._key, other.start_page))
@@ -488,13 +496,3 @@ def _host_pages(tree: RadixTree, node: Node, pages: int) -> PageIds:
     """Return the L2 pages of the run of `pages` pages that ends at `node`."""
     runs = [part.host for part in tree.span(node, pages) if part.host is not None]
     return np.concatenate(runs[::-1])
-
-
-def _store_hits_min(config: HiCacheConfig) -> int:
-    """Return how many requests must use a page of L2 before it is stored. Raises InvalidInput for `write_back`."""
-    if config.write_policy == "write_back":
-        raise InvalidInput(
-            "write_policy: 'write_back' copies pages that L1 evicts, but this engine evicts from its device by itself; "
-            "use write_through or write_through_selective"
-        )
-    return config.selective_hits if config.write_policy == "write_through_selective" else 0

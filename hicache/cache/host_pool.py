@@ -13,7 +13,7 @@ import torch
 from ..backends.kept import KeptFrames, open_kept
 from ..backends.remote import create_memory
 from ..backends.storage import Storage
-from ..clock import Clock
+from ..clock import SYSTEM_CLOCK, Clock
 from ..config import HiCacheConfig
 from ..config.remote_storage import RemoteStorageOptions
 from ..errors import InvalidInput
@@ -59,7 +59,7 @@ def open_host_pool(
 
 
 def host_codecs(
-    config: HiCacheConfig, namespace: Namespace, environ: Mapping[str, str] | None
+    config: HiCacheConfig, namespace: Namespace, environ: Mapping[str, str] | None, clock: Clock = SYSTEM_CLOCK
 ) -> Callable[[int], FrameCodec]:
     """Return a function that makes the codec of frames on L2 for a weights epoch: that of storage, without compression
     and encryption. Reads MAC keys once, here. Raises ConfigError."""
@@ -73,6 +73,7 @@ def host_codecs(
             mac_keys=keys,
             weights_epoch=epoch,
             label=namespace.name,
+            clock=clock,
         )
 
     return make

@@ -15,6 +15,7 @@ an InvalidInput, on another thread than the owner (`take_over`).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Protocol, Self
 
 from ..events import EventStream, Publisher
@@ -50,11 +51,12 @@ class TreeCache(Protocol):
         schedulers that sort their queue.
         """
 
-    def prefetch_from_storage(self, rid: str, key: RadixKey) -> bool:
+    def prefetch_from_storage(self, rid: str, key: RadixKey, *, trace: Mapping[str, str] | None = None) -> bool:
         """Start reading from storage the part of `key` that is not on L1 or L2. Return False if that does not pay or is
         not possible now.
 
-        The request may begin after False, or once `check_prefetch_progress` is True.
+        The request may begin after False, or once `check_prefetch_progress` is True. `trace` has the W3C headers
+        `traceparent` and `tracestate` of the request; with `tracing.enabled`, its spans join that trace.
         """
 
     def check_prefetch_progress(self, rid: str) -> bool:

@@ -31,6 +31,7 @@ Called by the scheduler thread alone; no lock.
 
 from __future__ import annotations
 
+from .. import tracing
 from ..arguments import instance
 from ..backends.base import Direction
 from ..controller import PREFETCH_S_MAX, HiCacheController, Lookup, Read
@@ -86,9 +87,9 @@ class Prefetcher:
 
     # Requests
 
-    def start(self, rid: str, key: RadixKey) -> bool:
+    def start(self, rid: str, key: RadixKey, context: tracing.Context | None = None) -> bool:
         """Look up the pages of `key` that neither L1 nor L2 holds; queue the lookup if others are first. Return False
-        if that does not pay or is not possible.
+        if that does not pay or is not possible. `context` is the parent of its span.
         """
         prefetch = self._table.get(rid)
         if not self._gate.attached or (prefetch is not None and prefetch.state not in AT_REST):
@@ -111,6 +112,7 @@ class Prefetcher:
             self._table.add(prefetch := Prefetch(rid, key, self._arrivals, until_s, now_s))
         else:
             prefetch.ask_again(key, self._arrivals, until_s, now_s)
+        prefetch.begin_span(missing_pages, context)
         if leads:
             self._lead(prefetch, match)
         else:
@@ -173,10 +175,10 @@ class Prefetcher:
         self._note_wait(prefetch)
         reason = None
         if prefetch.state in WAITING:
-            reason = "prefetch_queued" if self._gate.may(Direction.READ) else "prefetch_paused"
+            prefetch.outcome = reason = "prefetch_queued" if self._gate.may(Direction.READ) else "prefetch_paused"
             self._rest(prefetch)
         elif prefetch.state is State.AWAITING_ROOM:
-            reason = prefetch.current.lacks
+            prefetch.outcome = reason = prefetch.current.lacks
             self._end(prefetch)
         elif prefetch.state is State.AWAITING_L1:
             self._rest(prefetch)
@@ -240,7 +242,7 @@ class Prefetcher:
                 judge(fetch, verdict, has_ranks=self._controller.has_ranks)
         self._host.release(read.host_pages[fetch.taken_pages :])
         if read.failed:
-            self._skip("prefetch_failed")
+            self._skip("prefetch_failed", prefetch)
             self._note_store(read, works=False)
         else:
             self._break_even.observe_transfer(Route.PREFETCH, read.pages_here, read.seconds)
@@ -262,14 +264,14 @@ class Prefetcher:
         if self.chunked.promote is None or not is_whole or rest_pages < self._share.pages_min:
             return False
         prefetch.note_arrival(fetch.start_page + fetch.taken_pages)
-        return prefetch.may_look_up or self._skip("prefetch_host_share")
+        return prefetch.may_look_up or self._skip("prefetch_host_share", prefetch)
 
     def expired(self, operation: Lookup | Read) -> None:
         """Handle the timeout of a prefetch: end the wait of its request. Call it after `found` and `ended`."""
         prefetch = self._operations.get(operation)
         if prefetch is None or prefetch.state is State.CANCELLED or not prefetch.current.awaited:
             return
-        self._skip("prefetch_timeout")
+        self._skip("prefetch_timeout", prefetch)
         self._answer(prefetch)
         if prefetch.current.taken_pages == 0:
             self._note_store(operation, works=False)  # it may hang; the next requests should not wait for it
@@ -332,10 +334,11 @@ class Prefetcher:
         prefetch.lookups += 1
         timeout_s, awaited = self._time_left(prefetch, prefetch.key.pages(tree.page_size) - match.pages)
         lookup = self._controller.submit_lookup(
-            prefetch.key, start_page=match.pages, prior=tree.prior(match.node), timeout_s=timeout_s
-        )
+            prefetch.key, start_page=match.pages, prior=tree.prior(match.node), timeout_s=timeout_s,
+            context=tracing.under(prefetch.span),
+        )  # fmt: skip
         prefetch.fetch = fetch = Fetch(lookup, match.pages, match.pages, tree, awaited)
-        self._hold(fetch, match)
+        fetch.hold(match)
         self._operations[lookup] = prefetch
         self._leaders.add(prefetch, match)
         self._table.move(prefetch, State.LOOKING_UP)
@@ -381,7 +384,7 @@ class Prefetcher:
             return
         has_waited = fetch.anchor is None
         if has_waited:
-            self._hold(fetch, fetch.tree.match(prefetch.key))
+            fetch.hold(fetch.tree.match(prefetch.key))
         skip_pages = fetch.start_page - fetch.asked_page
         rest_pages = found.pages - skip_pages
         if skip_pages < 0 and prefetch.may_look_up:
@@ -405,7 +408,7 @@ class Prefetcher:
     def _wait_for_room(self, prefetch: Prefetch, lacks: str) -> None:
         prefetch.current.lacks = lacks
         self._share.release(prefetch)  # the pages of its previous attempt: the first in line may need them
-        self._release(prefetch.current)
+        prefetch.current.release()
         if prefetch.state is not State.AWAITING_ROOM:
             self._table.move(prefetch, State.AWAITING_ROOM)
 
@@ -423,7 +426,7 @@ class Prefetcher:
 
     def _drop(self, prefetch: Prefetch, found: Lookup, reason: str) -> None:
         """End a prefetch without reads."""
-        self._skip(reason)
+        self._skip(reason, prefetch)
         verdict = Verdict(reason, found.start_page + found.pages)
         judge(prefetch.current, verdict, has_ranks=self._controller.has_ranks)
         if found.failed or reason == "prefetch_timeout":
@@ -451,12 +454,12 @@ class Prefetcher:
     def _close(self, prefetch: Prefetch) -> None:
         """End the lead of a prefetch: its followers share its verdict, or wait for their turn."""
         fetch = prefetch.current
-        self._release(fetch)  # at once: a store that hangs must not keep pages on L1
+        fetch.release()  # at once: a store that hangs must not keep pages on L1
         self._leaders.remove(fetch)
         for follower in list(fetch.followers):
             if fetch.verdict is not None and shares_verdict(follower, prefetch):
+                self._skip(fetch.verdict.reason, follower)
                 self._rest(follower)
-                self._skip(fetch.verdict.reason)
             else:
                 self._table.move(follower, State.QUEUED)
 
@@ -464,6 +467,7 @@ class Prefetcher:
         """Put the first `arrived` pages, which are read and verified, into the tree."""
         fetch = prefetch.current
         fetch.taken_pages = arrived
+        prefetch.arrived_pages += arrived
         if arrived == 0:
             return
         node, unused = fetch.tree.insert_host(
@@ -483,18 +487,8 @@ class Prefetcher:
     def _rest(self, prefetch: Prefetch) -> None:
         self._table.rest(prefetch, holds=self._share.end_of(prefetch) is not None)
 
-    def _hold(self, fetch: Fetch, match: Match) -> None:
-        """Hold the end of the prefix, after which the fetch starts or continues. Copies on L2 of pages on L1 are not
-        held: for a prompt that is loaded in parts, they make room for the next part.
-        """
-        fetch.anchor, fetch.start_page = match.node, match.pages
-        fetch.tree.lock(match.node)
-
-    def _release(self, fetch: Fetch) -> None:
-        if fetch.anchor is not None:
-            fetch.tree.unlock(fetch.anchor)
-            fetch.anchor = None
-
-    def _skip(self, reason: str) -> bool:
+    def _skip(self, reason: str, prefetch: Prefetch | None = None) -> bool:
         self._counters.skipped[reason] += 1
+        if prefetch is not None:
+            prefetch.outcome = reason
         return False

@@ -23,10 +23,11 @@ from enum import Enum
 from operator import attrgetter
 from typing import Final, NamedTuple
 
+from .. import tracing
 from ..controller import Load, Lookup, Read
 from ..errors import InvariantError
 from ..keys import RadixKey
-from ..radix import Node, RadixTree
+from ..radix import Match, Node, RadixTree
 
 # If L2 evicts the prefix of a request each time that it waits for room, L2 is too small for the load; if L1 evicts its
 # parts, L1 is too small for prompts that are loaded in parts.
@@ -129,6 +130,19 @@ class Fetch:
     verdict: Verdict | None = None
     lacks: str = ""  # the reason for missing room, while it waits for room
 
+    def hold(self, match: Match) -> None:
+        """Hold the end of the prefix, after which the fetch starts or continues. Copies on L2 of pages on L1 are not
+        held: for a prompt that is loaded in parts, they make room for the next part.
+        """
+        self.anchor, self.start_page = match.node, match.pages
+        self.tree.lock(match.node)
+
+    def release(self) -> None:
+        """End the hold, if any."""
+        if self.anchor is not None:
+            self.tree.unlock(self.anchor)
+            self.anchor = None
+
 
 @dataclass(slots=True, eq=False)
 class Prefetch:
@@ -137,6 +151,9 @@ class Prefetch:
     Its prompt diverges before `divergence_end_page` from each fruitless leader that it has followed. The pages before
     `reached_page` have arrived at some time; `lookups` counts since then. `asked_s` is the start of its wait, None once
     the wait is recorded. `released_pages` have arrived and are not held any more; `promoted_pages` were loaded to L1.
+
+    `span` lasts from `begin_span` until the prefetch is at rest or CANCELLED; `arrived_pages` and `outcome`, the last
+    reason why pages were not read, are for it.
     """
 
     rid: str
@@ -153,6 +170,13 @@ class Prefetch:
     reached_page: int = 0
     released_pages: int = 0
     promoted_pages: int = 0
+    span: tracing.Span | None = field(default=None, repr=False)
+    arrived_pages: int = 0
+    outcome: str = ""
+
+    def begin_span(self, missing_pages: int, context: tracing.Context | None) -> None:
+        """Begin the span of a request that asks for `missing_pages`, below `context`."""
+        self.span, self.arrived_pages, self.outcome = tracing.begin("prefetch", context, pages=missing_pages), 0, ""
 
     def ask_again(self, key: RadixKey, arrival: int, until_s: float, asked_s: float) -> None:
         """Start a prefetch at rest again for `key`, usually a longer prompt. Pages that have arrived stay its own."""
@@ -232,6 +256,9 @@ class PrefetchTable:
         del self._by_state[was][prefetch]
         prefetch.state = state
         self._by_state[state][prefetch] = None
+        if prefetch.span is not None and state in NOT_AWAITED:
+            tracing.end(prefetch.span, hit_pages=prefetch.arrived_pages, outcome=prefetch.outcome or state.value)
+            prefetch.span = None
 
     def remove(self, prefetch: Prefetch) -> None:
         """Forget the prefetch of a request that begins or is aborted. REQUIRES: it is at rest or CANCELLED; a CANCELLED

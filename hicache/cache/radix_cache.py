@@ -10,6 +10,7 @@ nodes + reserved for operations = capacity. Device pages of a copy belong to nod
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Unpack
 
@@ -85,7 +86,7 @@ class HiRadixCache(TieredCache):
             tree.unlock(match.node)
             self.caller.refused(rid, self.running, self.device.pages)
             return None
-        node, loaded, load = self._l1.load_back(tree, match)
+        node, loaded, load = self._l1.load_back(tree, match, self._contexts.pop(rid, None))
         if node is not match.node:
             tree.lock(node)
             tree.unlock(match.node)
@@ -232,16 +233,16 @@ class HiRadixCache(TieredCache):
 
     # Storage
 
-    def prefetch_from_storage(self, rid: str, key: RadixKey) -> bool:
+    def prefetch_from_storage(self, rid: str, key: RadixKey, *, trace: Mapping[str, str] | None = None) -> bool:
         """Start reading from storage the part of `key` that is not on L1 or L2, now or in turn. Return False if that
         does not pay or is not possible."""
-        instance("rid", rid, str)
+        context = self._note_trace(instance("rid", rid, str), trace)
         reusable = self._reusable(key)
         self.caller.called()
         in_service = self._device_fault is None and not self.closed
         if in_service and self._verifier is not None:
             self._verifier.ask(rid, reusable)
-        return in_service and self._prefetcher.start(rid, reusable)
+        return in_service and self._prefetcher.start(rid, reusable, context)
 
     def check_prefetch_progress(self, rid: str) -> bool:
         """Return True once the prefetch has ended or its time is over, and while storage is paused. The pages that have
@@ -257,6 +258,7 @@ class HiRadixCache(TieredCache):
         if self._verifier is not None:
             self._verifier.forget(rid)
         self._prefetcher.abort(rid)
+        self._contexts.pop(rid, None)
         self.caller.forget_refusals(rid)
 
     # Emptying
@@ -283,9 +285,10 @@ class HiRadixCache(TieredCache):
             self._l1.failed(backup)
         for backup in acks.written:
             self._l1.written(backup)
-        for load in (*acks.loaded, *acks.failed_loads):
-            self._l1.loaded(load)
-            self._prefetcher.chunked.loaded(load)
+        for loads, outcome in ((acks.loaded, "loaded"), (acks.failed_loads, "failed")):
+            for load in loads:
+                self._l1.loaded(load, outcome)
+                self._prefetcher.chunked.loaded(load)
         for page_count, seconds in acks.load_times:
             self.break_even.observe_transfer(Route.LOAD, page_count, seconds)
         super()._take_in(acks)

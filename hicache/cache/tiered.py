@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 from typing import NamedTuple, Self, TypedDict
 
+from .. import tracing
 from ..arguments import instance, number, whole
 from ..backends.base import Direction
 from ..backends.kept import KeptFrames
@@ -134,8 +135,9 @@ class TieredCache:
         self._release_host = release
         self.closed = self.is_abandoned = False
         self.built_by: int | None = None
+        self._contexts: dict[str, tracing.Context] = {}  # of requests that have not begun: the parents of their spans
         self.caller = CallerWatch(controller)
-        # Requests that must have used a page before it is worth storing.
+        # Requests that must have used a page before it is stored.
         self._saved_hits_min = config.selective_hits if config.write_policy == "write_through_selective" else 0
         self._unsaved_pages = self.warming_pages = 0
 
@@ -327,6 +329,14 @@ class TieredCache:
     def _note_uses(self, rid: str | None, key: RadixKey, pages: int, *, begins: bool = False) -> UseHistory:
         """Count a request as a user of the first `pages` pages of `key`, once for each page; see `UseMemory`."""
         return NO_HISTORY if self._uses is None else self._uses.note(rid, key, pages, begins=begins)
+
+    def _note_trace(self, rid: str, trace: Mapping[str, str] | None) -> tracing.Context | None:
+        """Record the trace of a request until it begins or is aborted, and return it. Raises InvalidInput."""
+        if trace is not None:
+            instance("trace", trace, Mapping)  # type: ignore[type-abstract]
+            if (context := tracing.context_of(trace)) is not None:
+                self._contexts[rid] = context
+        return self._contexts.get(rid)
 
     def _require_service(self) -> None:
         if self.closed:

@@ -148,6 +148,8 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "file store ...: the last use": "A command read the files without the index, and uses their ages.",
         "limit: the store": "The store's `capacity` cannot be enforced. Check the permissions to list and remove.",
         "limit: a request": "While a store closes.",
+        "retention: expired pages": "Pages beyond `max_age` stay longer; they are not served. Check the permissions to "
+        "list and remove.",
         "mooncake store: a library": "While a store closes.",
         "mooncake store: reconnected": "Mooncake's daemon was restarted.",
         "mooncake store: reconnecting": "Start Mooncake's daemon.",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,7 @@ def _header_json(header: FrameHeader) -> dict[str, Any]:
         "namespace": header.namespace.hex(),
         "label": header.label,
         "weights_epoch": header.weights_epoch,
+        "stored_s": header.stored_s or None,
     }
 
 
@@ -147,7 +149,16 @@ def _report_lines(report: PageReport) -> Iterator[tuple[str, str]]:
     yield "key", header.page_key.hex()
     yield "parent", "none: the first page of a chain" if header.parent_key == NO_PARENT else header.parent_key.hex()
     yield "namespace", header.namespace.hex()
+    yield "stored", _time_text(header.stored_s)
     yield "model", f"{header.label or 'not named'}, weights epoch {header.weights_epoch}"
+
+
+def _time_text(stored_s: int) -> str:
+    """Return a Unix time in words; any number may be in a damaged header."""
+    try:
+        return f"{datetime.fromtimestamp(stored_s, UTC):%Y-%m-%d %H:%M:%S} UTC" if stored_s else "unknown"
+    except (ValueError, OverflowError, OSError):
+        return f"not a valid time: {stored_s}"
 
 
 def _verdict(part: StorePart, last: ScrubProgress) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""The sections `metrics` and `events`: the exporter and the publisher of KV events."""
+"""The sections `metrics`, `tracing` and `events`: the exporter, spans, and the publisher of KV events."""
 
 from __future__ import annotations
 
@@ -46,6 +46,16 @@ class MetricsConfig(Section):
         if not self.allow_remote and not is_loopback(self.host):
             raise ValueError(f"host {self.host[:60]!r} is not a loopback address; use 127.0.0.1, or allow_remote: true")
         return self
+
+
+class TracingConfig(Section):
+    """OpenTelemetry spans of lookups, reads, stores and loads (docs/tracing.md)."""
+
+    enabled: bool = Field(
+        default=False,
+        description="Make spans, in the whole process. Needs the extra `tracing`. Their sampler and exporter are those "
+        "of the engine's TracerProvider; without one, and in the daemon, the standard `OTEL_` variables set them.",
+    )
 
 
 class EventsConfig(Section):

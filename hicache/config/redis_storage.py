@@ -113,6 +113,11 @@ class RedisStorageOptions(ServerOptions):
         description="Lifetime of a page after its last use. Every read is then also a write (GETEX), which goes to "
         "replicas and append-only files. Not set: until the server evicts it.",
     )
+    max_age: PositiveDuration | None = Field(
+        default=None, ge=60,
+        description="Pages are removed this long after they were stored, also if they are used; the server does that "
+        "(docs/storage.md). Not set: age does not matter.",
+    )
     read_from: Literal["primary", "replica"] = Field(
         default="primary",
         description="The servers for lookups and reads. Replicas take load off the primary, but lag, and reads "
@@ -144,6 +149,8 @@ class RedisStorageOptions(ServerOptions):
             raise ValueError("sentinels and service: set both or neither")
         if self.allowed_nodes is not None and self.sentinels is None and self.cluster is None:
             raise ValueError("allowed_nodes: needs sentinels or cluster, whose servers report others")
+        if self.ttl is not None and self.max_age is not None:
+            raise ValueError("ttl and max_age: the server has one expiry per page; use max_age alone")
         if self.tls and self.unix_socket is not None:
             raise ValueError("tls: is not supported with unix_socket; remove it")
         if (self.read_from == "replica" and self.sentinels is None and self.cluster is None) != bool(self.replicas):

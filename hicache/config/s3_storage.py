@@ -50,6 +50,11 @@ class S3StorageOptions(ServerOptions):
         default=None,
         description="Limit of the bytes of pages below `prefix` (docs/storage.md). Not set: no limit.",
     )
+    max_age: PositiveDuration | None = Field(
+        default=None, ge=60,
+        description="Pages are removed this long after they were stored, also if they are used (docs/storage.md). Not "
+        "set: age does not matter.",
+    )
     endpoint_url: str | None = Field(
         default=None,
         description="URL of a store that is not AWS, like `https://s3.example.com:9000`. With plain `http`, others on "

@@ -27,7 +27,7 @@ from ..units import (
 from .daemon import DaemonConfig
 from .integrity import IntegrityConfig, StorageFormatConfig
 from .logging import LoggingConfig
-from .publishing import EventsConfig, MetricsConfig
+from .publishing import EventsConfig, MetricsConfig, TracingConfig
 from .remote_storage import RemoteStorageOptions
 from .section import VARIABLE_PATTERN, FileSystemPath, Section, Tokens, yaml_switch
 from .storage import AnyStorage
@@ -407,6 +407,7 @@ class HiCacheConfig(Section):
     ranks: RanksConfig = RanksConfig()
     metrics: MetricsConfig = MetricsConfig()
     logging: LoggingConfig = LoggingConfig()
+    tracing: TracingConfig = TracingConfig()
     events: EventsConfig = EventsConfig()
     admin: AdminConfig = AdminConfig()
     daemon: DaemonConfig = DaemonConfig()

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from ..units import GIB, MIB, Count, PositiveSize, Size, TierSize
+from ..units import GIB, MIB, Count, PositiveDuration, PositiveSize, Size, TierSize
 from .guard import GuardConfig
 from .mooncake_storage import MooncakeStorage
 from .redis_storage import RedisStorage
@@ -43,6 +43,11 @@ class FileStorageOptions(Section):
         default=10 * GIB,
         description="Limit of the store's size; beyond it the least recently used pages are removed. `null`: only "
         "`free_space_floor` limits it.",
+    )
+    max_age: PositiveDuration | None = Field(
+        default=None, ge=60,
+        description="Pages are removed this long after they were stored, also if they are used (docs/storage.md). Not "
+        "set: age does not matter.",
     )
     free_space_floor: Size = Field(
         default=GIB,
@@ -87,6 +92,11 @@ class SharedFilesStorageOptions(Section):
         default=10 * GIB,
         description="Limit of the store's size, the same in all engines; beyond it the least recently used pages are "
         "removed (docs/storage.md).",
+    )
+    max_age: PositiveDuration | None = Field(
+        default=None, ge=60,
+        description="Pages are removed this long after they were stored, also if they are used (docs/storage.md). Not "
+        "set: age does not matter.",
     )
     free_space_floor: Size = Field(
         default=GIB,

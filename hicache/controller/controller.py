@@ -21,9 +21,10 @@ ranks decide identically. Time, measurements and readiness of storage are also a
 The module is long because it is one thing: all queues have the same rules for bounds, acks and agreement, and `poll`
 and `report` handle all of them. A class for each direction would forward every call.
 
-Locking design: the scheduler thread makes every call of this class and owns its counters, so no lock is needed. Workers
-return finished operations through one queue (`storage`). The scheduler blocks only in `close` and, with ranks, in
-`poll` until the slowest rank has reached the same step, at most until the deadline of the group.
+Locking design: the scheduler thread makes every call of this class, except for `read_apart` (see `StorageExecutor`),
+and owns its counters, so no lock is needed. Workers return finished operations through one queue (`storage`). The
+scheduler blocks only in `close` and, with ranks, in `poll` until the slowest rank has reached the same step, at most
+until the deadline of the group.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from collections import Counter, deque
 from collections.abc import Sequence
 from itertools import islice
 
+from .. import tracing
 from ..backends.base import Direction
 from ..backends.compose import copies_of
 from ..backends.slot import OpenBackend
@@ -111,7 +113,7 @@ class HiCacheController:
         self._submitted: dict[str, int] = dict.fromkeys(COUNTERS, 0)
         self._fault: TransferError | None = None
         self._storage = StorageExecutor(backend, host, config.transfer, workers, clock, hears_losses=ranks is None)
-        self.gate = self._storage.gate
+        self.gate, self.read_apart = self._storage.gate, self._storage.read_apart
         self._agreement: Agreement | None = None
         share = config.transfer.store_host_share or (1.0 if ranks is None else STORE_HOST_SHARE_OF_RANKS)
         self._store_pages_max = int(share * host.pages)
@@ -233,14 +235,16 @@ class HiCacheController:
     # L3
 
     def submit_lookup(
-        self, key: RadixKey, *, start_page: int, prior: bytes | PageChain, timeout_s: float
-    ) -> Lookup:
-        """Look up how many pages of `key` from `start_page` on storage has. `timeout_s` also bounds a later read.
+        self, key: RadixKey, *, start_page: int, prior: bytes | PageChain, timeout_s: float,
+        context: tracing.Context | None = None,
+    ) -> Lookup:  # fmt: skip
+        """Look up how many pages of `key` from `start_page` on storage has. `timeout_s` also bounds a later read;
+        `context` is the parent of the spans of both.
 
         REQUIRES: the gate is open for reads, and fewer prefetches than `operations_max` are in flight.
         """
         deadline = self.clock() + min(timeout_s, PREFETCH_S_MAX)
-        lookup = Lookup(key, start_page, prior, storage=self.gate.enter(), deadline=deadline)
+        lookup = Lookup(key, start_page, prior, storage=self.gate.enter(), deadline=deadline, context=context)
         self._prefetches[lookup] = None
         self._submitted["prefetches"] += 1
         self._storage.submit(lookup)
@@ -252,15 +256,13 @@ class HiCacheController:
         """
         keys = found.keys[skip_pages : skip_pages + len(pages)]
         deadline = found.deadline if timeout_s is None else self.clock() + min(timeout_s, PREFETCH_S_MAX)
-        read = Read(keys, pages, storage=self.gate.enter(), codec=self.host_codec, deadline=deadline)
+        read = Read(
+            keys, pages, storage=self.gate.enter(), codec=self.host_codec, deadline=deadline, context=found.context
+        )
         self._prefetches[read] = None
         self.read_pages += len(pages)
         self._storage.submit(read)
         return read
-
-    def read_apart(self, read: Read) -> None:
-        """See `StorageExecutor.read_apart`."""
-        self._storage.read_apart(read)
 
     def cancel_prefetch(self, operation: Lookup | Read) -> None:
         """Stop a lookup or read at its next batch. It is still acknowledged."""

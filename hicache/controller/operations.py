@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from .. import tracing
 from ..errors import TransferError
 from ..frame import Damage, FrameCodec
 from ..keys import PageChain, RadixKey
@@ -94,6 +95,7 @@ class _StorageOperation:
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Prefetch(_StorageOperation):
     deadline: float  # monotonic; no batch starts after it
+    context: tracing.Context | None = None  # the parent of its span
     cancelled: bool = False  # scheduler; the worker stops at the next batch
     expired: bool = False  # scheduler: past its deadline on some rank
     pages: int = 0  # scheduler: number of pages present on all ranks; never decreases

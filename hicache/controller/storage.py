@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
+from .. import tracing
 from ..backends.base import Direction, GetOutcome, SetOutcome
 from ..backends.slot import OpenBackend
 from ..backends.storage import Storage
@@ -169,6 +170,12 @@ class StorageExecutor:
 
     def look_up(self, lookup: Lookup, beat: _Beat) -> None:
         """Hash the page keys batch by batch and look up the longest stored prefix."""
+        pages = lookup.key.pages(self._host.shape.tokens) - lookup.start_page
+        with tracing.span("lookup", lookup.context, pages=pages) as span:
+            self._look_up(lookup, beat)
+            tracing.note(span, hit_pages=lookup.hit_pages)
+
+    def _look_up(self, lookup: Lookup, beat: _Beat) -> None:
         storage, page_size, batch = lookup.storage, self._host.shape.tokens, self._config.storage_batch_pages
         pages = lookup.key.pages(page_size)
         prior = lookup.prior if isinstance(lookup.prior, bytes) else lookup.prior.keys()[-1]
@@ -188,6 +195,11 @@ class StorageExecutor:
 
     def read(self, read: Read, beat: _Beat) -> None:
         """Read batch by batch. Stop at the first page that is not a hit."""
+        with tracing.span("read", read.context, pages=len(read.host_pages)) as span:
+            self._read(read, beat)
+            tracing.note(span, hit_pages=read.pages_here, bytes=read.pages_here * self._host.frame_bytes)
+
+    def _read(self, read: Read, beat: _Beat) -> None:
         backend, batch = read.storage.backend, self._config.storage_batch_pages
         for start in range(0, len(read.host_pages), batch):
             if self._is_over(read):

@@ -23,10 +23,12 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .. import tracing
 from ..admin.access import bearer_token, is_token
 from ..backends.errors import ErrorKind
 from ..config.addresses import is_own_host
@@ -51,8 +53,10 @@ _FOREIGN_HOST = (
 # A client's name of its request: short, with characters that are safe in logs and headers. Longer runs of digits may be
 # keys.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,48}")
+# Calls with a span; probes, pages and admin calls would only be noise in a trace.
+_TRACED = _VERBS | {"open", "close", "attach", "detach"}
 # All that `operation_of` returns.
-OPERATIONS = _PROBES | _PAGES | _VERBS | {"open", "close", "attach", "detach", "admin", "other"}
+OPERATIONS = _PROBES | _PAGES | _TRACED | {"admin", "other"}
 
 
 def operation_of(method: str, path: str) -> str:
@@ -98,7 +102,9 @@ class Gate:
         try:
             refusal = self._refusal(scope, operation)
             if refusal is None:
-                await self._app(scope, receive, noted)
+                with _span(scope, operation) as span:
+                    await self._app(scope, receive, noted)
+                    tracing.note(span, status=status)
             else:
                 await refusal.answer()(scope, receive, noted)
         finally:
@@ -133,6 +139,13 @@ class Gate:
         if listener.is_unix or token is None:
             return listener.verifies_clients
         return is_token(bearer_token(Headers(scope=scope)), token)
+
+
+def _span(scope: Scope, operation: str) -> AbstractContextManager[tracing.Span | None]:
+    """Return the span of a call, as a child of its client's."""
+    if operation not in _TRACED:
+        return nullcontext()
+    return tracing.span("daemon." + operation, tracing.context_of(Headers(scope=scope)))
 
 
 def _is_open(scope: Scope, operation: str) -> bool:

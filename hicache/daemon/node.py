@@ -216,7 +216,7 @@ class Node:
         epoch, label = request.weights_epoch, model_label(request.label)
         try:
             codec = self.storage.opener.codec(digest, request.payload_bytes, weights_epoch=epoch, label=label)
-            wire = FrameCodec(digest, request.payload_bytes, weights_epoch=epoch, label=label)
+            wire = FrameCodec(digest, request.payload_bytes, weights_epoch=epoch, label=label, clock=self.clock)
         except HiCacheError as error:  # for example a label that is too long
             raise Refused(422, ErrorKind.BAD_REQUEST, str(error)) from error
         try:

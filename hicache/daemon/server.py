@@ -29,6 +29,7 @@ import uvicorn
 import uvloop
 from uvicorn.server import ServerState
 
+from .. import tracing
 from ..admin.access import AdminAccess
 from ..admin.sockets import BACKLOG, PrivateSocket
 from ..backends.rotated import Rotated
@@ -65,13 +66,17 @@ def serve(load: Callable[[], HiCacheConfig], environ: Mapping[str, str] | None =
     """Serve the configuration of `load` until SIGTERM or SIGINT; SIGHUP calls `load` again. Raises ConfigError if the
     configuration is rejected or an address cannot be bound. REQUIRES: the main thread."""
     environ = os.environ if environ is None else environ
-    node = Node(load(), environ)
+    config = load()
+    if config.tracing.enabled:
+        tracing.enable(exports=True)
+    node = Node(config, environ)
     server = Server(node, load, environ)
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     try:
         uvloop.run(server.run())
     finally:
         node.close(node.clock())
+        tracing.shut_down()
 
 
 class Server:
@@ -262,6 +267,7 @@ class Server:
         _, hanging = await asyncio.wait([closing, saving], timeout=max(0.5, deadline - clock()))
         if late or hanging:
             # Threads that hang in a store would keep the process alive; their writes are whole or absent in any case.
+            tracing.shut_down()
             logging.shutdown()
             os._exit(0 if self._stopping.is_set() else 1)
 

@@ -63,7 +63,8 @@ class SharedSlot(Slot[SharedEntry]):
         return entry
 
     def with_totals(self, own: BackendStatistics) -> BackendStatistics:
-        """Return `own` with the errors, the damage and the evictions of all stores so far: they never decrease."""
+        """Return `own` with the errors, the damage, the evicted and the expired pages of all stores so far: they never
+        decrease."""
         with self._totals:
             for entry in [one for one in self._entered if one.is_retired and not one.in_flight]:
                 self._entered.remove(entry)
@@ -78,5 +79,10 @@ def _sum(found: BackendStatistics, more: BackendStatistics) -> BackendStatistics
     errors, corrupt = Counter(found.errors), Counter(found.corrupt)
     errors.update(more.errors)
     corrupt.update(more.corrupt)
-    evicted_pages = found.evicted_pages + more.evicted_pages
-    return replace(found, errors=dict(errors), corrupt=dict(corrupt), evicted_pages=evicted_pages)
+    return replace(
+        found,
+        errors=dict(errors),
+        corrupt=dict(corrupt),
+        evicted_pages=found.evicted_pages + more.evicted_pages,
+        expired_pages=found.expired_pages + more.expired_pages,
+    )

@@ -25,6 +25,7 @@ import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 
+from .. import tracing
 from ..backends.base import BackendStatistics, Direction, GetOutcome, SetOutcome, Usage
 from ..backends.calls import parent_outside, parents_of, runs, uncollected_errors
 from ..backends.compose.interleave import interleaved_prefix
@@ -110,12 +111,13 @@ class SharedStore(Verbs):
     def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
         """See Verbs. A page counts if the pool or the store has it. The pages behind the prefix are misses."""
         there = [*self._pool.has(self._space, keys), False]
-        with self._using() as attached, self._asking():
+        with self._using() as attached, self._asking(), tracing.span("pool.exists", pages=len(keys)) as span:
             looks = [lambda found: there.index(False, found) - found]
             inner = attached.backend
             if inner is not None:
                 looks.append(lambda found: inner.batch_exists(keys[found:], deadline=deadline))
             found = interleaved_prefix(len(keys), looks)
+            tracing.note(span, hit_pages=found)
         self._tally(misses=len(keys) - found)
         return found
 
@@ -150,8 +152,10 @@ class SharedStore(Verbs):
 
     def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
         """See Verbs. Pages come from the pool, from the read of another call, or from the store."""
-        with self._using() as attached:
-            return _Read(self, attached, keys, pages, deadline).run()
+        with self._using() as attached, tracing.span("pool.get", pages=len(keys)) as span:
+            outcomes = (read := _Read(self, attached, keys, pages, deadline)).run()
+            tracing.note(span, **read.counts)
+        return outcomes
 
     def warm(self, keys: Sequence[bytes], deadline: float) -> None:
         """Read pages from the store into free room of the pool, without counting a reader. Evicts nothing. Blocks."""
@@ -169,7 +173,7 @@ class SharedStore(Verbs):
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> list[SetOutcome]:
         """See Verbs and the module's docstring."""
-        with self._using() as attached:
+        with self._using() as attached, tracing.span("pool.set", pages=len(keys)):
             outcomes = _Write(self, attached, keys, pages, parent, deadline).run()
         self._pool.use(self._space, keys)
         return outcomes
@@ -241,7 +245,7 @@ class _Read:
         self._outcomes: dict[bytes, GetOutcome] = {}
         self._waiter: Waiter[Arrival] = Waiter(pages, store._clock)
         self._failed: list[int] = []  # positions whose flights failed in other calls
-        self._counts: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
 
     def run(self) -> list[GetOutcome]:
         """Make the call."""
@@ -287,7 +291,7 @@ class _Read:
 
     def _settle(self, position: int, outcome: GetOutcome, source: str) -> None:
         self._outcomes[self._keys[position]] = outcome
-        self._counts[source if outcome is GetOutcome.HIT else "misses"] += outcome is not GetOutcome.ERROR
+        self.counts[source if outcome is GetOutcome.HIT else "misses"] += outcome is not GetOutcome.ERROR
 
     def _read(self, inner: Storage, positions: Sequence[int]) -> list[GetOutcome]:
         keys, pages = [self._keys[p] for p in positions], [self._pages[p] for p in positions]
@@ -367,11 +371,9 @@ class _Read:
             if first[key] != position and outcomes[position] is GetOutcome.HIT:
                 self._store.pages.copy(key, self._pages[first[key]], self._pages[position])
         hits = [key for key, outcome in self._outcomes.items() if outcome is GetOutcome.HIT]
-        if self._is_warmup:
-            self._pool.use(self._space, hits)
-        else:
-            self._pool.hit(self._space, hits)
-            self._store._tally(**self._counts)
+        (self._pool.use if self._is_warmup else self._pool.hit)(self._space, hits)
+        if not self._is_warmup:
+            self._store._tally(**self.counts)
         return outcomes
 
 

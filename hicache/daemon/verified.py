@@ -26,7 +26,9 @@ class VerifiedPages:
         self.space = pool.open(codec.namespace, codec.payload_bytes, label)
         self._codec = codec
         # The codec of pages in frames and in the pool: without compression and encryption.
-        self._plain = FrameCodec(codec.namespace, codec.payload_bytes) if codec.transforms else codec
+        self._plain = codec
+        if codec.transforms:
+            self._plain = FrameCodec(codec.namespace, codec.payload_bytes, clock=codec.clock)
         self._padding = memoryview(bytes(codec.frame_bytes - self.space.page_bytes))
 
     def admit(

@@ -28,6 +28,7 @@ from .header import (
     FrameHeader,
     TagKind,
     frame_bytes,
+    stored_time,
 )
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "frame_bytes",
     "header_of",
     "join",
+    "stored_time",
     "unseal",
     "without_first",
 ]

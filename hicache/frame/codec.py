@@ -18,6 +18,7 @@ from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
+from ..clock import SYSTEM_CLOCK, Clock
 from ..errors import InvalidInput
 from ..keys import FORMAT_VERSION, PAGE_KEY_BYTES
 from .buffers import BufferPool, PageBuffer, PageView, header_of
@@ -41,6 +42,7 @@ from .header import (
     NONCE_BYTES,
     PARENT,
     STORED,
+    STORED_TIME,
     TAG,
     VERSION_AND_KIND,
     Damage,
@@ -101,13 +103,13 @@ class FrameCodec:
 
     `compression` compresses a page if that saves at least one block. Every codec reads compressed and plain pages.
     `weights_epoch` and `label` are for people who look at a store; the tag covers them, but readers do not compare
-    them.
+    them. A page keeps the time at which it was first sealed, by `clock`.
 
     Raises InvalidInput for keys of another length or number, an empty payload, and a tag that needs a key without one;
     ConfigError if compression is not installed.
     """
 
-    def __init__(
+    def __init__(  # noqa: PLR0913 - the formats of pages are independent of each other
         self,
         namespace: bytes,
         payload_bytes: int,
@@ -118,6 +120,7 @@ class FrameCodec:
         compression: Compression | None = None,
         weights_epoch: int = 0,
         label: str = "",
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         if len(namespace) != PAGE_KEY_BYTES:
             raise InvalidInput(f"frame: the namespace digest must be {PAGE_KEY_BYTES} bytes, got {len(namespace)}")
@@ -126,6 +129,7 @@ class FrameCodec:
         if compression is not None:
             require_zstandard()
         self.namespace = namespace
+        self.clock = clock
         self.payload_bytes = payload_bytes
         self.frame_bytes = frame_bytes(payload_bytes)
         self.tag_kind, keys = _tag_and_keys(tag, mac_keys, encryption_keys)
@@ -165,13 +169,14 @@ class FrameCodec:
         plain = self._fixed(Encoding(0), key, parent, self.payload_bytes)
         if not self._encrypts and frame[:8] == MAGIC and frame[FIXED] == plain:
             return frame
-        encoding, body = Encoding(0), frame[HEADER_BYTES : HEADER_BYTES + self.payload_bytes]
+        stored_at, encoding = self._time_of(key, frame), Encoding(0)
+        body = frame[HEADER_BYTES : HEADER_BYTES + self.payload_bytes]
         if self._compression is not None:
             encoding, body = self._shortened(body, self._compression)
         if not encoding and not self._encrypts:
-            self._write_header(frame, plain, [frame[COVERED_FROM : HEADER_BYTES + self.payload_bytes]])
+            self._write_header(frame, plain + stored_at, [frame[COVERED_FROM : HEADER_BYTES + self.payload_bytes]])
             return frame
-        return self._transformed(body, self._fixed(encoding, key, parent, len(body)))
+        return self._transformed(body, self._fixed(encoding, key, parent, len(body)) + stored_at)
 
     def seal_buffers(self, key: bytes, page: PageBuffer, *, parent: bytes | None = None) -> list[memoryview]:
         """Return the buffers of the encoded page, in order. Like `seal`, but also for pages in parts. Only a codec that
@@ -184,7 +189,8 @@ class FrameCodec:
             raise InvalidInput(f"frame: the page {key.hex()} is its own parent; pass the key of the page before it")
         plain = self._fixed(Encoding(0), key, parent, self.payload_bytes)
         if page.header[:8] != MAGIC or page.header[FIXED] != plain:
-            self._write_header(page.header, plain, [page.header[COVERED_FROM:], *page.parts])
+            fields = plain + self._time_of(key, page)
+            self._write_header(page.header, fields, [page.header[COVERED_FROM:], *page.parts])
         return [page.header, *page.parts, self._zeros]
 
     def buffers(self, page: PageBuffer) -> list[memoryview]:
@@ -226,17 +232,23 @@ class FrameCodec:
             return Encoding(0), payload
         return encoding, memoryview(packed)
 
-    def _transformed(self, body: memoryview, fixed: bytes) -> memoryview:
+    def _time_of(self, key: bytes, page: PageBuffer) -> bytes:
+        """Return the time field for sealing `page`: its own if it is already sealed as the page `key`, else now."""
+        if self.is_sealed(key, page):
+            return bytes(header_of(page)[STORED_TIME])
+        return int(self.clock.wall_s()).to_bytes(8, "little")
+
+    def _transformed(self, body: memoryview, fields: bytes) -> memoryview:
         """Return the encoded page with `body`, encrypted if the codec encrypts, in a separate buffer."""
         end = HEADER_BYTES + len(body)
         stored = self._buffers.take()[: frame_bytes(len(body))]
         stored[end:] = bytes(len(stored) - end)
         if not self._encrypts:
             stored[HEADER_BYTES:end] = body
-            self._write_header(stored, fixed, [stored[COVERED_FROM:end]])
+            self._write_header(stored, fields, [stored[COVERED_FROM:end]])
             return stored
         nonce = os.urandom(NONCE_BYTES)
-        stored[:HEADER_BYTES] = (MAGIC + _NO_TAG + nonce + fixed).ljust(HEADER_BYTES, b"\0")
+        stored[:HEADER_BYTES] = (MAGIC + _NO_TAG + nonce + fields).ljust(HEADER_BYTES, b"\0")
         encryptor = Cipher(self._algorithms[self._key_id], modes.GCM(nonce)).encryptor()
         encryptor.authenticate_additional_data(stored[COVERED_FROM:HEADER_BYTES])
         encryptor.update_into(body, stored[HEADER_BYTES:end])
@@ -244,10 +256,10 @@ class FrameCodec:
         stored[TAG] = encryptor.tag
         return stored
 
-    def _write_header(self, header: memoryview, fixed: bytes, covered: Sequence[memoryview]) -> None:
+    def _write_header(self, header: memoryview, fields: bytes, covered: Sequence[memoryview]) -> None:
         """Write the header of a page. Its tag covers the buffers `covered`. `header` may be longer than a header."""
         nonce = NO_NONCE if self.tag_kind is not TagKind.AES_256_GMAC else os.urandom(NONCE_BYTES)
-        header[:HEADER_BYTES] = (bytes(TAG.stop) + nonce + fixed).ljust(HEADER_BYTES, b"\0")
+        header[:HEADER_BYTES] = (bytes(TAG.stop) + nonce + fields).ljust(HEADER_BYTES, b"\0")
         header[TAG] = self._tag(self._key_id, nonce, covered)
         header[: len(MAGIC)] = MAGIC  # last, so that an interrupted seal leaves an unsealed page
 
@@ -370,7 +382,7 @@ class FrameCodec:
         """Return the header of a plain page without a tag."""
         start = pack_start(TagKind.NONE, Encoding(0), NO_KEY_ID, self.payload_bytes)
         fixed = pack_fixed(start, key, header[PARENT], self.namespace, self.payload_bytes, header[METADATA])
-        return (MAGIC + _NO_TAG + NO_NONCE + fixed).ljust(HEADER_BYTES, b"\0")
+        return (MAGIC + _NO_TAG + NO_NONCE + fixed + header[STORED_TIME]).ljust(HEADER_BYTES, b"\0")
 
     def check(self, key: bytes, stored: memoryview, arrived: TagStream | None = None) -> Damage | None:
         """Return None if all of `stored` is verified as the page `key` of this namespace, else its damage.

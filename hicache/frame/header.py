@@ -35,8 +35,8 @@ NO_KEY_ID = bytes(KEY_ID_BYTES)
 KEYS_MAX = 2
 
 # magic, tag | nonce, version, tag kind, encoding, key id, payload bytes, page key, parent key, namespace, stored
-# payload bytes, weights epoch, label
-_HEADER = struct.Struct("<8s16s12sHBB8sQ32s32s32sQQ32s")
+# payload bytes, weights epoch, label, time of storing
+_HEADER = struct.Struct("<8s16s12sHBB8sQ32s32s32sQQ32sQ")
 # Offsets of the fields that codecs write and compare one by one.
 TAG: Final = slice(8, 24)
 NONCE: Final = slice(24, 36)
@@ -48,8 +48,10 @@ PARENT: Final = slice(88, 120)
 NAMESPACE: Final = slice(120, 152)
 STORED: Final = slice(152, 160)
 METADATA: Final = slice(160, 200)
-# All fields that a seal writes, except tag and nonce.
-FIXED: Final = slice(36, _HEADER.size)
+# Of a page that is sealed again, this field stays.
+STORED_TIME: Final = slice(200, 208)
+# All fields that a seal determines: these decide whether a frame is already sealed.
+FIXED: Final = slice(36, 200)
 # The tag covers the bytes from here on.
 COVERED_FROM: Final = NONCE.start
 
@@ -124,7 +126,7 @@ class FrameHeader:
     """An unverified header, for `hicache inspect` and for rebuilding an index.
 
     `payload_bytes` is the length of the page's payload, `stored_bytes` the length of the payload as stored. `label` is
-    always printable.
+    always printable. `stored_s` is the Unix time when the page was first stored, 0 if unknown.
     """
 
     tag: bytes
@@ -139,22 +141,28 @@ class FrameHeader:
     stored_bytes: int
     weights_epoch: int
     label: str
+    stored_s: int
 
     @classmethod
     def parse(cls, data: bytes | memoryview) -> FrameHeader | None:
         """Return the header at the start of `data`, or None if `data` does not start with a header."""
         if len(data) < _HEADER.size or data[:8] != MAGIC:
             return None
-        _, tag, _, version, kind, encoding, key_id, payload, key, parent, namespace, stored, epoch, label = (
+        _, tag, _, version, kind, encoding, key_id, payload, key, parent, namespace, stored, epoch, label, time_s = (
             _HEADER.unpack_from(data)
         )
         text = printable(label.rstrip(b"\0").decode(errors="replace"))
-        return cls(tag, version, kind, encoding, key_id, payload, key, parent, namespace, stored, epoch, text)
+        return cls(tag, version, kind, encoding, key_id, payload, key, parent, namespace, stored, epoch, text, time_s)
 
     @property
     def object_bytes(self) -> int:
         """The length of the stored object according to the header. Use it only for comparison: it is not verified."""
         return frame_bytes(self.stored_bytes)
+
+
+def stored_time(header: bytes | memoryview) -> int:
+    """Return the Unix time when the page with this header, or this frame, was first stored; 0 if unknown."""
+    return int.from_bytes(header[STORED_TIME], "little")
 
 
 def pack_start(kind: TagKind, encoding: Encoding, key_id: bytes, payload_bytes: int) -> bytes:
@@ -163,7 +171,7 @@ def pack_start(kind: TagKind, encoding: Encoding, key_id: bytes, payload_bytes: 
 
 
 def pack_fixed(start: bytes, key: bytes, parent: bytes, namespace: bytes, stored_bytes: int, metadata: bytes) -> bytes:
-    """Return all fields of a header except magic, tag and nonce. `start` is the result of `pack_start`."""
+    """Return all fields of a header except magic, tag, nonce and time. `start` is the result of `pack_start`."""
     return b"".join((start, key, parent, namespace, struct.pack("<Q", stored_bytes), metadata))
 
 

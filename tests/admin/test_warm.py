@@ -17,7 +17,7 @@ from hicache.admin import serve_configured, warmup
 from hicache.admin.embedded import AdminServer
 from hicache.cache import HostCache, create_host_cache
 from hicache.cache.mailbox import Mailbox
-from hicache.controller import HiCacheController, Read
+from hicache.controller import Read
 from hicache.keys import RadixKey
 from tests.admin.ctl import Ctl
 from tests.admin.running import DIGEST, IDS, KEYS, PROMPT, RunningEngine, ask, file_config
@@ -121,19 +121,20 @@ def test_pages_of_a_warm_up_are_released_however_late_the_scheduler_is(
     cold: RunningEngine, monkeypatch: pytest.MonkeyPatch, closes: bool
 ) -> None:
     asked: list[str] = []
-    read, ask_scheduler = HiCacheController.read_apart, Mailbox.ask
+    controller, ask_scheduler = cold.cache.controller, Mailbox.ask
+    read_apart = controller.read_apart
 
-    def read_while_it_stops(controller: HiCacheController, pages: Read) -> None:
+    def read_while_it_stops(read: Read) -> None:
         monkeypatch.setattr("hicache.admin.embedded.SCHEDULER_TIMEOUT_S", 0.01)
         cold.pause()
         asked.clear()
-        read(controller, pages)
+        read_apart(read)
 
     def counted(mailbox: Mailbox, *request: Any) -> Any:
         asked.append("scheduler")
         return ask_scheduler(mailbox, *request)
 
-    monkeypatch.setattr(HiCacheController, "read_apart", read_while_it_stops)
+    monkeypatch.setattr(controller, "read_apart", read_while_it_stops)
     monkeypatch.setattr(Mailbox, "ask", counted)
     started = cold.ask("POST", "/warm", {"prompts": [TOKENS]}, 202)
     wait_for(lambda: len(asked) > 2)

@@ -15,6 +15,8 @@ from hicache.backends.testing import (
     CORRUPT,
     HIT,
     MISS,
+    NAMESPACE,
+    PAYLOAD_BYTES,
     PRESENT,
     STORED,
     exists,
@@ -22,8 +24,10 @@ from hicache.backends.testing import (
     make_keys,
     store_chain,
 )
+from hicache.clock import ManualClock
 from hicache.config import FileStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError, InvalidInput, NotOurs
+from hicache.frame import FrameCodec
 
 from ._files import (
     CODEC,
@@ -44,7 +48,9 @@ def test_a_strange_file_in_place_of_a_page_is_never_followed_and_never_blocks(
     tmp_path: Path, root: Path, obstacle: str, is_read: bool
 ) -> None:
     """Reading or storing the page removes it if that loses nothing."""
-    store, keys, is_full = open_file(root), make_keys(3), obstacle == "full directory"
+    # Its time stands still: the page has the same bytes when it is stored again.
+    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, clock=ManualClock())
+    store, keys, is_full = open_file(root, codec), make_keys(3), obstacle == "full directory"
     store_chain(store, keys)
     path, outside = page_path(root, CODEC, keys[1]), tmp_path / "outside"
     outside.write_bytes(path.read_bytes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pty
 import signal
@@ -17,6 +18,7 @@ from hicache.backends.testing import make_keys
 from hicache.cli.main import main
 from hicache.frame import FrameCodec
 from tests.cli.file_stores import fill
+from tests.clocks import At
 
 pytestmark = pytest.mark.long
 
@@ -24,6 +26,7 @@ PAYLOAD_BYTES = 3000
 MAC_KEY = bytes(range(32))
 NAMESPACE = b"\x11" * 32
 PAGES = 4
+STORED_S = 1_800_000_000  # 2027-01-15 08:00:00 UTC
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +50,9 @@ class Store:
 
 
 def make_store(root: Path, *mac_keys: bytes) -> Store:
-    codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=mac_keys, weights_epoch=7, label="a model")
+    codec = FrameCodec(
+        NAMESPACE, PAYLOAD_BYTES, mac_keys=mac_keys, weights_epoch=7, label="a model", clock=At(STORED_S)
+    )
     keys = make_keys(PAGES)
     fill(root, codec, keys)
     return Store(root, keys)
@@ -97,8 +102,22 @@ def test_inspect_shows_the_header_of_a_sound_page(store: Store) -> None:
         "key": store.keys[1].hex(),
         "parent": store.keys[0].hex(),
         "namespace": NAMESPACE.hex(),
+        "stored": "2027-01-15 08:00:00 UTC",
         "model": "a model, weights epoch 7",
     }
+
+
+@pytest.mark.parametrize(("time", "words", "number"), [
+    (b"\0" * 8, "unknown", None), (b"\xff" * 8, "not a valid time: 18446744073709551615", 2**64 - 1),
+])  # fmt: skip
+def test_inspect_shows_a_missing_and_an_impossible_time_of_storing(
+    store: Store, time: bytes, words: str, number: int | None
+) -> None:
+    with open(store.page(1), "r+b") as file:
+        file.seek(200)
+        file.write(time)
+    assert f"stored:      {words}\n" in invoke("inspect", store.page(1)).stdout
+    assert json.loads(invoke("inspect", store.page(1), "--json").stdout)["header"]["stored_s"] == number
 
 
 def test_inspect_of_no_file_is_one_line_and_exit_code_2(store: Store, tmp_path: Path) -> None:

@@ -106,7 +106,7 @@ READ = {
     "vllm.v1.metrics.cache_hit_source:CacheHitSource": "HOST DISK",
     "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta",
     "vllm.v1.request:Request": "request_id num_computed_tokens block_hashes skip_reading_prefix_cache num_tokens "
-    "lora_request all_token_ids mm_features cache_salt prompt_embeds",
+    "trace_headers lora_request all_token_ids mm_features cache_salt prompt_embeds",
 }  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.frame import HEADER_BYTES, Compression, FrameCodec
 from hicache.frame.codec import FrameCodec as Codec
 from tests.seeds import rng
@@ -13,17 +14,21 @@ CIPHER = b"another secret of 32 bytes here!"
 PAYLOAD = 13_000
 
 
-def codecs(namespace: bytes = NAMESPACE, payload_bytes: int = PAYLOAD) -> dict[str, Codec]:
+def codecs(
+    namespace: bytes = NAMESPACE, payload_bytes: int = PAYLOAD, clock: Clock = SYSTEM_CLOCK
+) -> dict[str, Codec]:
     """Return one codec per mode, by name."""
     zstd = Compression()
     return {
-        "xxh3": FrameCodec(namespace, payload_bytes),
-        "gmac": FrameCodec(namespace, payload_bytes, mac_keys=[MAC]),
-        "gcm": FrameCodec(namespace, payload_bytes, encryption_keys=[CIPHER]),
-        "zstd": FrameCodec(namespace, payload_bytes, compression=zstd),
-        "zstd without planes": FrameCodec(namespace, payload_bytes, compression=Compression(byte_planes=False)),
-        "zstd+gmac": FrameCodec(namespace, payload_bytes, mac_keys=[MAC], compression=zstd),
-        "zstd+gcm": FrameCodec(namespace, payload_bytes, encryption_keys=[CIPHER], compression=zstd),
+        "xxh3": FrameCodec(namespace, payload_bytes, clock=clock),
+        "gmac": FrameCodec(namespace, payload_bytes, mac_keys=[MAC], clock=clock),
+        "gcm": FrameCodec(namespace, payload_bytes, encryption_keys=[CIPHER], clock=clock),
+        "zstd": FrameCodec(namespace, payload_bytes, compression=zstd, clock=clock),
+        "zstd without planes": FrameCodec(
+            namespace, payload_bytes, compression=Compression(byte_planes=False), clock=clock
+        ),
+        "zstd+gmac": FrameCodec(namespace, payload_bytes, mac_keys=[MAC], compression=zstd, clock=clock),
+        "zstd+gcm": FrameCodec(namespace, payload_bytes, encryption_keys=[CIPHER], compression=zstd, clock=clock),
     }
 
 
@@ -52,3 +57,10 @@ def arrived(codec: FrameCodec, stored: bytes | bytearray | memoryview) -> memory
 
 def payload_in(codec: FrameCodec, frame: memoryview) -> memoryview:
     return frame[HEADER_BYTES : HEADER_BYTES + codec.payload_bytes]
+
+
+def accept_into(codec: FrameCodec, stored: bytes) -> memoryview:
+    """Return a frame with the page `KEY` as a reader has it."""
+    frame = arrived(codec, stored)
+    assert codec.accept(KEY, frame, len(stored)) is None
+    return frame

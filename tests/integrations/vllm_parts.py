@@ -102,6 +102,7 @@ class Request:
     salt: str = ""
     adapter: str | None = None
     skip_reading_prefix_cache: bool = False
+    trace_headers: Mapping[str, str] | None = None
     num_computed_tokens: int = 0
     status: str = "waiting"  # loading, running, finished
     blocks: list[int] = field(default_factory=list)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from hicache import tracing
 from hicache.cache.device_tier import DeviceTier
 from hicache.cache.host_tier import HostTier
 from hicache.cache.prefetch import Prefetcher
@@ -66,16 +67,18 @@ class _UnlocksBackupsAtSubmit(DeviceTier):
 class _UnlocksLoadsAtSubmit(DeviceTier):
     """A load protects its pages only until it is submitted: they may be evicted and reused while it still writes."""
 
-    def load_back(self, tree: RadixTree, match: Match) -> tuple[Node, PageIds, Load | None]:
-        node, pages, load = super().load_back(tree, match)
+    def load_back(
+        self, tree: RadixTree, match: Match, context: tracing.Context | None = None
+    ) -> tuple[Node, PageIds, Load | None]:
+        node, pages, load = super().load_back(tree, match, context)
         if load is not None:
             tree.unlock(node)
         return node, pages, load
 
-    def loaded(self, load: Load) -> None:
-        tree, node = self._loads[load]
+    def loaded(self, load: Load, outcome: str) -> None:
+        tree, node, _ = self._loads[load]
         tree.lock(node)
-        super().loaded(load)
+        super().loaded(load, outcome)
 
 
 class _IgnoresFencesOfBackups(SimulatedCopyEngine):
@@ -143,7 +146,7 @@ class _ForgetsCancelledPages(DeviceTier):
 
     def cancel_load(self, load: Load) -> None:
         if self._controller.cancel_load(load):
-            tree, node = self._loads.pop(load)
+            tree, node, _ = self._loads.pop(load)
             tree.unlock(node)
 
 

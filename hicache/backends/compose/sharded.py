@@ -29,6 +29,7 @@ from typing import Any, Generic, TypeVar
 
 import xxhash
 
+from ... import tracing
 from ...errors import InvalidInput
 from ...frame import Damage, FrameCodec, FrameHeader, PageBuffer, TagStream, header_of
 from ...supervised import SupervisedPool
@@ -143,7 +144,7 @@ class Shards(Composed):
     def _on_parts(self, keys: Sequence[bytes], work: Callable[[int, list[int]], None]) -> None:
         """Call `work(part, positions)` in parallel for each part that has any of `keys`; return when all have ended."""
         shares = list(self.placement.positions(keys).items())
-        self._pool.run(len(shares), lambda number: work(*shares[number]))
+        self._pool.run(len(shares), tracing.carried(lambda number: work(*shares[number])))
 
     def _ask_parts(
         self, keys: Sequence[bytes], failed: Answer, ask: Callable[[int, list[int]], list[Answer]]

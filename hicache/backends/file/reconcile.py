@@ -84,6 +84,7 @@ def stored_pages(
             None if used_us is None else used_us / 1e6,
             identity(found),
             None if regular else NOT_REGULAR,
+            found.st_mtime,
         )
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...clock import SYSTEM_CLOCK, Clock
+from ...frame import stored_time
 from ...logs import LimitedLog
 from ...supervised import SupervisedPool
 from ...units import format_size
@@ -44,6 +45,8 @@ _INDEX_GROWTH_BYTES_PER_ROW = 1 << 10
 _COMPARE_S = 60.0
 # After a write without room the store does not grow for this time, unless the file system gains room earlier.
 _FULL_S = 60.0
+# The time of a page that is older than this is that of a copy, and not of a slow write.
+_COPY_AGE_S = 60.0
 # The classes of errors that eviction can end; a read-only file system is not one of them.
 _NO_ROOM = frozenset({"ENOSPC", "EDQUOT", "SQLITE_FULL"})
 # Released in addition, so that a page whose thread detected the full disk late can still be written.
@@ -299,6 +302,7 @@ class Writes:
         stored = [self._pages.sealed_frame(position)] if self._files.direct_io else self._pages.sealed(position)
         try:
             self._files.write(temporary, stored)
+            self._set_time(temporary, stored_time(stored[0]))
         except OSError as error:
             self._discard(temporary)
             self._refuse([position], error)
@@ -307,6 +311,11 @@ class Writes:
         else:
             self._lengths[position] = sum(buffer.nbytes for buffer in stored)
             self._temporaries[position] = temporary
+
+    def _set_time(self, temporary: str, stored_s: int) -> None:
+        """Make the time of a file the time when its page was first stored, on another level or in another store."""
+        if 0 < stored_s < self._capacity.clock.wall_s() - _COPY_AGE_S:
+            self._store.system.utime(temporary, stored_s * 1_000_000_000, dir_fd=self._store.root_fd)
 
     def _publish(self) -> None:
         """Rename the written pages and add their rows in one transaction, head first; release unused reservations."""

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar
 
-from ...frame import HEADER_BYTES, Damage
+from ...frame import HEADER_BYTES, Damage, stored_time
 from ..base import SetOutcome
 from ..errors import ErrorKind, StoreError
 from ..pages import SETTLE_S, PageReads, PageWrites
@@ -245,10 +245,9 @@ class Writes(_Transfer[PageWrites]):
 
     def __init__(self, context: RedisContext, pages: PageWrites) -> None:
         super().__init__(context, pages, to_read=False)
-        ttl_s = context.options.ttl
-        more = (b"NX",) if ttl_s is None else (b"NX", b"PX", b"%d" % round(ttl_s * 1000))
-        self._arguments = 3 + len(more)
-        self._tail = b"\r\n" + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in more])
+        self._lifetime_s = context.options.ttl or context.options.max_age
+        self._arguments = 4 if self._lifetime_s is None else 6
+        self._is_aged = context.options.max_age is not None
 
     def run(self) -> None:
         """Store the absent pages. If the server rejects one for lack of memory, reject the pages after it and remove
@@ -279,7 +278,17 @@ class Writes(_Transfer[PageWrites]):
         name, stored = self._names[position], self._pages.sealed(position)
         size = sum([buffer.nbytes for buffer in stored])
         head = b"*%d\r\n$3\r\nSET\r\n$%d\r\n%b\r\n$%d\r\n" % (self._arguments, len(name), name, size)
-        return [head, *stored, self._tail]
+        return [head, *stored, b"\r\n$2\r\nNX\r\n" + self._expiry(stored[0])]
+
+    def _expiry(self, header: memoryview) -> bytes:
+        """Return the arguments for the lifetime of the page with this header, empty without a limit."""
+        left_s = self._lifetime_s
+        if left_s is None:
+            return b""
+        if self._is_aged:
+            left_s = min(left_s, stored_time(header) + left_s - self._context.clock.wall_s())
+        left_ms = b"%d" % max(1, round(left_s * 1000))
+        return b"$2\r\nPX\r\n$%d\r\n%b\r\n" % (len(left_ms), left_ms)
 
     def _receive(self, channel: Channel, position: int) -> ErrorReply | None:
         (line,) = channel.read_lines(1, self._deadline)

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlencode
 
+from ... import tracing
 from ...clock import SYSTEM_CLOCK, Clock
 from ...frame import Damage
 from ...keys import PAGE_KEY_BYTES
@@ -160,7 +161,8 @@ class DaemonClient:
     ) -> T:
         """Send a request with the token, and `read` its reply. Raises as ConnectionPool.exchange."""
         length = sum(part.nbytes for part in body)
-        headers = {"host": self.access.host, "content-type": content_type, "content-length": str(length)}
+        headers = {"host": self.access.host, "content-type": content_type, "content-length": str(length),
+                   **tracing.headers()}  # fmt: skip
 
         def send(token: str | None) -> T:
             login = {} if token is None else {"authorization": f"Bearer {token}"}

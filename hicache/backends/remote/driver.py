@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from ... import tracing
 from ...arguments import instance
 from ...clock import SYSTEM_CLOCK, Clock
 from ...config.remote_storage import RemoteStorageOptions
@@ -317,7 +318,7 @@ class RemoteDriver:
             except StoreError as error:
                 failures.append(error)
 
-        self._pool.run(len(parts), move_one)
+        self._pool.run(len(parts), tracing.carried(move_one))
         if failures:
             raise failures[0]
 

@@ -139,7 +139,7 @@ class Objects:
             for entry in listing.objects:
                 ids = parse_name(self._prefix, entry.name)
                 if ids is not None and ids[0].hex().startswith(namespace):
-                    yield StoredPage(*ids, entry.size_bytes, entry.modified_s)
+                    yield StoredPage(*ids, entry.size_bytes, entry.modified_s, stored_s=entry.modified_s)
             token = listing.next_token
             if token is None:
                 return

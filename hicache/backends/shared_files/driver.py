@@ -11,7 +11,7 @@ A server that restarts may forget handles of files (ESTALE). Each step is then t
 opened again.
 
 Locking design: `_lock` guards `_touched`; it is held for a few instructions. The lease and the listing belong to the
-thread of the sweeps, or of a tool.
+thread of the sweeps, or of a tool. Other listings may run at the same time: see `listing`.
 """
 
 from __future__ import annotations
@@ -323,6 +323,11 @@ class SharedFilesDriver:
     def swept(self) -> Swept:
         """See SharesSweeps."""
         return self._lease.swept
+
+    @property
+    def sweeps(self) -> bool:
+        """See SharesSweeps."""
+        return self._lease.is_ours
 
     def begin_sweep(self, needs_room: bool) -> bool:
         """See SharesSweeps."""

@@ -12,7 +12,7 @@ Each engine measures these times with its own clock, from when it first saw the 
 its first visit it compares the time in the file with its own. A file is replaced by a rename. If two engines take the
 lease at once, both list once, and the second one keeps it; nothing else depends on the lease.
 
-Locking design: belongs to the thread of the sweeps, except for `swept`, which is one reference.
+Locking design: belongs to the thread of the sweeps, except for `swept` and `is_ours`, which read one reference.
 """
 
 from __future__ import annotations
@@ -75,6 +75,12 @@ class SweepLease:
         self._is_listing = False
         self._is_recorded = False  # the file shows the listing in progress
         self.swept = Swept(0, 0, 0, 0)
+
+    @property
+    def is_ours(self) -> bool:
+        """True if this engine had the lease when it last read or wrote the file."""
+        found = self._found
+        return found is not None and found.owner == self._owner
 
     def visit(self, needs_room: bool) -> bool:
         """Read the file. Return True if it is this engine's turn, and record that its listing begins. After a listing

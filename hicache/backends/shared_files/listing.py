@@ -47,7 +47,8 @@ class _OneFile:
 
 
 class Listing:
-    """See the module's docstring. Belongs to one thread. All functions block and raise OSError."""
+    """See the module's docstring. A listing on another thread may make `tidy` miss leftovers, which the next one finds
+    again. All functions block and raise OSError."""
 
     def __init__(self, system: System, root: Root, clock: Clock) -> None:
         self._system = system

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
+from ...clock import ManualClock
 from ...frame import HEADER_BYTES, FrameCodec
 from ..memory import MemoryDriver
 from .pages import (
@@ -40,7 +41,8 @@ class StorageMachine(RuleBasedStateMachine):
 
     def __init__(self, open_store: OpenStore, *, reopens: bool, damages: bool) -> None:
         super().__init__()
-        self._codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
+        # Its time stands still, so that store and model have the same bytes.
+        self._codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, clock=ManualClock())
         self._open_store = open_store
         self._reopens = reopens
         self._damages = damages

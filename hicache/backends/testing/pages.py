@@ -16,6 +16,7 @@ from typing import Any, TypeAlias, TypeVar
 import pytest
 import xxhash
 
+from ...clock import ManualClock
 from ...frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView
 from ..base import GetOutcome, SetOutcome
 from ..driver import Driver
@@ -89,7 +90,8 @@ class ContractFixtures:
 
     @pytest.fixture
     def codec(self) -> FrameCodec:
-        return FrameCodec(NAMESPACE, PAYLOAD_BYTES)
+        """Return a codec whose time stands still, so that two seals of a page give the same bytes."""
+        return FrameCodec(NAMESPACE, PAYLOAD_BYTES, clock=ManualClock())
 
     @pytest.fixture
     def store(self, open_store: OpenStore, codec: FrameCodec) -> Iterator[Subject]:

@@ -56,6 +56,7 @@ class EngineRequest(Protocol):
     num_computed_tokens: int
     block_hashes: Sequence[bytes]
     skip_reading_prefix_cache: bool
+    trace_headers: Mapping[str, str] | None
 
     @property
     def num_tokens(self) -> int:
@@ -140,7 +141,7 @@ class SchedulerSide:
                 tracked = self._requests[request.request_id] = _Tracked(request, extra_key)
                 if not request.skip_reading_prefix_cache:
                     key = self._key(tracked, self._prompt_pages(request))
-                    if self.cache.prefetch(request.request_id, key):
+                    if self.cache.prefetch(request.request_id, key, trace=request.trace_headers):
                         self._describe(request, key, 0)
 
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:

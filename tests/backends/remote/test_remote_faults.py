@@ -34,7 +34,9 @@ from hicache.backends.testing import (
     store_chain,
     store_of,
 )
+from hicache.frame import FrameCodec, stored_time
 from tests.backends.remote.daemon import CODEC, Daemon, Frames
+from tests.clocks import At
 from tests.proxy import Proxy
 from tests.waiting import WAIT_S, wait_for
 
@@ -153,8 +155,10 @@ def test_a_call_without_an_answer_returns_when_the_daemon_has_released_its_frame
         else:
             assert answer == [SET_ERROR] * 4
             right = [slow.door(backend).read(key) for key in keys]
-            expected = [bytes(CODEC.seal(key, page, parent=above)) for key, page, above in
-                        zip(keys, full_frames(CODEC, keys), [None, *keys], strict=False)]  # fmt: skip
+            clocks = [At(stored_time(page or POISON)) for page in right]
+            codecs = [FrameCodec(CODEC.namespace, CODEC.payload_bytes, clock=clock) for clock in clocks]
+            expected = [bytes(codec.seal(key, page, parent=above)) for codec, key, page, above in
+                        zip(codecs, keys, full_frames(CODEC, keys), [None, *keys], strict=False)]  # fmt: skip
             assert (right == expected) is is_fenced
         assert backend.statistics().errors[ErrorKind.CONNECTION_LOST] == 4
         assert exists(slow.door(backend), keys) in (0, 4)

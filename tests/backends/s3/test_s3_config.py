@@ -30,14 +30,14 @@ def test_a_short_section_is_enough(tmp_path: Path) -> None:
 def test_all_options_can_be_set(tmp_path: Path) -> None:
     config = load(
         tmp_path,
-        "bucket: pages, prefix: kv/, capacity: 2TiB, endpoint_url: 'http://127.0.0.1:8333', region: eu-west-1, "
-        "path_style: true, credentials_file: /etc/s3, profile: p, ca_file: /etc/ca, "
+        "bucket: pages, prefix: kv/, capacity: 2TiB, max_age: 30d, endpoint_url: 'http://127.0.0.1:8333', "
+        "region: eu-west-1, path_style: true, credentials_file: /etc/s3, profile: p, ca_file: /etc/ca, "
         "proxy: 'http://proxy:3128', connections: 3, timeout: 250ms, "
         "connect_timeout: 1s, open_timeout: 2s",
     ).storage
     assert isinstance(config, S3Storage)
     assert config.options.model_dump() == {
-        "bucket": "pages", "prefix": "kv/", "capacity": 2 << 40, "endpoint_url": "http://127.0.0.1:8333",
+        "bucket": "pages", "prefix": "kv/", "capacity": 2 << 40, "max_age": 2_592_000.0, "endpoint_url": "http://127.0.0.1:8333",
         "region": "eu-west-1", "path_style": True, "access_key_env": None, "secret_key_env": None,
         "session_token_env": None, "credentials_file": Path("/etc/s3"), "profile": "p", "ca_file": Path("/etc/ca"),
         "proxy": "http://proxy:3128", "proxy_env": None,
