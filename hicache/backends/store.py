@@ -14,6 +14,8 @@
 A call that is not made returns 0 or ERROR at once. A store abandons nothing: a hanging call keeps its thread and its
 frames until it returns. Its caller must cope with that (`supervised`).
 
+Longer than 500 lines because each verb passes all of these, in this order.
+
 Locking design: verbs run on their callers' threads, several at once, and hold no lock during a call of the driver.
 `Calls` and `AdmissionControl` lock themselves; the first is never used under the lock of the second. Probes and usage
 measurements run on separate threads (BackgroundTask), started when needed. `_close_lock` lets a second `close` wait for
