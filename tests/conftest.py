@@ -8,6 +8,7 @@ run; with a larger factor, it draws new ones.
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import signal
 import sys
@@ -90,6 +91,16 @@ def native(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(autouse=True)
+def log() -> Iterator[logging.Logger]:
+    """HiCache's logger, whose settings a command or an engine in this process may change."""
+    logger = logging.getLogger("hicache")
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    yield logger
+    logger.handlers, logger.propagate = handlers, propagate
+    logger.setLevel(level)
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -93,7 +93,7 @@ def size_of(machine: Path, share: float, cgroup: str | None = None, *, shared: b
 def test_a_share_is_of_the_available_memory_of_the_machine_and_is_logged(
     machine: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "hicache")
     assert size_of(machine, 80) == 16 * GIB
     assert size_of(machine, 12.5) == 5 * GIB // 2
     assert caplog.messages == [
@@ -102,7 +102,7 @@ def test_a_share_is_of_the_available_memory_of_the_machine_and_is_logged(
 
 
 def test_a_size_is_not_changed_and_not_logged(machine: Path, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "hicache")
     assert resolve(99 * GIB, "L2", proc=machine / "none") == 99 * GIB and not caplog.messages
 
 
@@ -119,7 +119,7 @@ def test_a_share_is_of_the_memory_that_the_smallest_cgroup_has_left(machine: Pat
 def test_a_share_of_shared_memory_is_limited_by_the_free_bytes_of_its_mount(
     machine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "hicache")
 
     def mount(blocks: int, free: int) -> None:
         found = SimpleNamespace(f_frsize=4096, f_blocks=blocks, f_bavail=free, f_bfree=blocks)

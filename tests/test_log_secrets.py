@@ -9,7 +9,6 @@ import contextlib
 import io
 import logging
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -38,15 +37,11 @@ WHOLE_KEY = re.compile(r"[0-9a-fA-F]{64}")
 
 
 @pytest.fixture
-def written() -> Iterator[io.StringIO]:
+def written() -> io.StringIO:
     """Capture all log lines of the package."""
-    logger = logging.getLogger("hicache")
-    state = logger.level, logger.propagate, list(logger.handlers)
     stream = io.StringIO()
     set_up_logging("debug", "text", stream)
-    yield stream
-    logger.setLevel(state[0])
-    logger.propagate, logger.handlers = state[1], state[2]
+    return stream
 
 
 def found_secrets(text: str, *secrets: str) -> list[str]:

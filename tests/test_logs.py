@@ -10,7 +10,6 @@ import re
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,15 +42,11 @@ from tests.waiting import wait_for
 
 
 @pytest.fixture
-def lines() -> Iterator[io.StringIO]:
+def lines() -> io.StringIO:
     """What the package logs at INFO and above, as text."""
-    logger = logging.getLogger("hicache")
-    state = logger.level, logger.propagate, list(logger.handlers)
     stream = io.StringIO()
     set_up_logging("info", "text", stream)
-    yield stream
-    logger.setLevel(state[0])
-    logger.propagate, logger.handlers = state[1], state[2]
+    return stream
 
 
 @pytest.fixture

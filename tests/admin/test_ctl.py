@@ -7,7 +7,6 @@ import logging
 import os
 import pty
 import signal
-from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -26,14 +25,13 @@ pytestmark = pytest.mark.long
 
 
 @pytest.fixture
-def ctl(levels: RunningEngine) -> Iterator[Ctl]:
+def ctl(levels: RunningEngine) -> Ctl:
     """Runs commands for an engine whose stores `ram` and `disk` both have PROMPT."""
     levels.serve("a", PROMPT)
     wait_for(lambda: levels.places(keys=KEYS) == [["device", "host", "ram", "disk"]] * 4)
     # The usage in a status is a measurement that may be older than these pages.
     wait_for(lambda: [one["pages"] for one in levels.ask("GET", "/status")["stores"]] == [4, 4])
-    yield Ctl(("--socket", str(levels.config.admin.socket)))
-    logging.getLogger("hicache").setLevel(logging.NOTSET)
+    return Ctl(("--socket", str(levels.config.admin.socket)))
 
 
 def test_the_status_fits_wide_and_narrow_terminals(ctl: Ctl) -> None:

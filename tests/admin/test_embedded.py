@@ -351,7 +351,6 @@ def test_with_an_admin_token_every_request_needs_the_current_one(
         mounted.replace({"token": "new-sesame"})
         assert [ask(socket, "GET", "/status", token=token)[0] for token in ("open-sesame", "new-sesame")] == [403, 200]
     assert "admin: token: log level info: ok" in caplog.text and "sesame" not in caplog.text
-    logging.getLogger("hicache").setLevel(logging.NOTSET)
 
 
 # Start and end

@@ -54,7 +54,7 @@ def _bodies(memory: EngineMemory) -> dict[tuple[str, str], Any]:
         **{("POST", verb): batch | frames for verb in ("get", "set")},
         ("POST", "{namespace}/clear"): {"timeout_s": WAIT_S},
         ("POST", "lookup"): {"keys": KEYS},
-        ("POST", "scrub"): {}, ("POST", "admin/clear"): {"where": "all"},
+        ("POST", "scrub"): {}, ("POST", "admin/clear"): {"where": "all"}, ("POST", "warm"): {"keys": KEYS},
         ("POST", "pins"): {"namespace": NAMESPACE, "key": KEYS[0], "ttl_s": 10},
         ("POST", "attach"): {}, ("POST", "detach"): {},
         ("PUT", "breakers"): {"mode": "auto"}, ("PUT", "quotas"): {"namespace": NAMESPACE, "quota_bytes": 1 << 20},

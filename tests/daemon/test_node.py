@@ -116,7 +116,7 @@ def status(node: Node) -> NamespaceStatistics:
 def test_a_pool_may_be_a_share_of_the_available_memory(
     make: Callable[..., tuple[Node, Opener]], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    caplog.set_level("INFO")
+    caplog.set_level("INFO", "hicache")
     found = HostMemory(1 << 40, 20 << 20, None)
     monkeypatch.setattr("hicache.host_memory.host_memory", lambda *_: found)
     node, _ = make("12.5%")

@@ -2,23 +2,11 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from .model import save_model
-
-
-@pytest.fixture(autouse=True)
-def log() -> Iterator[logging.Logger]:
-    """HiCache's logger, whose settings a connector may change."""
-    logger = logging.getLogger("hicache")
-    settings = logger.handlers, logger.level, logger.propagate
-    yield logger
-    logger.handlers, _, logger.propagate = settings
-    logger.setLevel(settings[1])
 
 
 @pytest.fixture(scope="session")
