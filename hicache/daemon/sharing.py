@@ -230,7 +230,7 @@ class SharedStore(Verbs):
 
 class _Read:
     """One `get` of a shared store. Each key is read once; repeated keys are copied at the end. A warm-up's pages enter
-    the pool although nobody waits for them, and are not counted."""
+    the pool although no reader waits for them, and are not counted."""
 
     def __init__(
         self, store: SharedStore, attached: Attached, keys: Sequence[bytes], pages: Sequence[PageBuffer],
