@@ -26,7 +26,7 @@ from hicache.controller import storage as storage_workers
 from hicache.keys import RadixKey
 from hicache.lab.devservers import ValkeyServer
 from hicache.radix import Node
-from tests.backends.redis.store import grow_old
+from tests.backends.redis.store import grow_old, name_of
 from tests.cache.host_world import HostWorld
 from tests.cache.world import GatedBackend, LastingBackend, StepClock, World, codec, every_hit, filled, prompt
 from tests.passing import Passing
@@ -164,6 +164,7 @@ def test_a_server_keeps_a_prompt_that_hits_on_l1_longer_than_unused_pages(uses: 
             world.settle()
             store_chain(store, more[:60])
             grow_old(client, client.keys("hot:*"))
+            grow_old(client, [name_of(beside, key) for key in keys_of(hot)], seconds=2000)
             if uses:
                 assert world.serve("hit", hot).device_hit_tokens == 48
                 send_uses(world)

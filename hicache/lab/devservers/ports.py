@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import socket
+from collections import deque
 from pathlib import Path
 
 from ...errors import BackendUnavailable
@@ -14,12 +15,17 @@ LOOPBACK = "127.0.0.1"
 # take a server's port during a restart.
 _LOWEST, _HIGHEST = 20000, 32000
 _TRIES = 1000
+# Names in the kernel that reserve the last ports that `free_ports` has returned: each ends with its socket. A process
+# that starts more servers at once has to be lucky.
+_RESERVED: deque[socket.socket] = deque()
+_RESERVED_MAX = 64
 # The state of a socket in the kernel's tables.
 _LISTENING = "0A"
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` different free ports. Another process may take one before the caller does: try again then.
+    """Return `count` different free ports. Other calls, also those of other processes, do not return them while this
+    process runs or until it has asked for 64 more. Another program may take one before the caller does: try again then.
 
     Raises BackendUnavailable if too few are found.
     """
@@ -27,11 +33,25 @@ def free_ports(count: int) -> list[int]:
     for _ in range(_TRIES):
         # Not the seeded generator of tests: two runs with one seed would choose the same ports.
         port = random.SystemRandom().randrange(_LOWEST, _HIGHEST)
-        if port not in found and is_free(port):
+        if port not in found and is_free(port) and _reserve(port):
             found.append(port)
         if len(found) == count:
             return found
     raise BackendUnavailable(f"fewer than {count} free ports between {_LOWEST} and {_HIGHEST}; stop some servers")
+
+
+def _reserve(port: int) -> bool:
+    """Return False if another call has reserved the port."""
+    name = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+    try:
+        name.bind(f"\0hicache-port-{port}")
+    except OSError:
+        name.close()
+        return False
+    _RESERVED.append(name)
+    if len(_RESERVED) > _RESERVED_MAX:
+        _RESERVED.popleft().close()
+    return True
 
 
 def is_free(port: int) -> bool:

@@ -16,8 +16,12 @@ _SLOTS = 16384
 # A few seconds are normal; a busy machine needs many more.
 _TOGETHER_TIMEOUT_S = 60.0
 _POLL_S = 0.05
-# After this time a node that does not answer is considered dead. Short, so that a fail-over takes a second or two.
-_NODE_TIMEOUT_MS = 1000
+# After this time a primary that does not answer its sentinel is considered dead. Short, so that a fail-over takes a
+# second or two.
+_DOWN_AFTER_MS = 1000
+# The same for the nodes of a cluster, which have no such fail-over: Valkey's default. With less, a node that a busy
+# machine runs late loses its slots for a while.
+_NODE_TIMEOUT_MS = 15000
 
 
 def _wait(condition: Callable[[], bool], what: str) -> None:
@@ -138,7 +142,7 @@ class SentinelServer(GroupMember):
             f"port {self.port}",
             f'dir "{self.data}"',
             f"sentinel monitor {service} {LOOPBACK} {self._primary.port} 1",
-            f"sentinel down-after-milliseconds {service} {_NODE_TIMEOUT_MS}",
+            f"sentinel down-after-milliseconds {service} {_DOWN_AFTER_MS}",
             f"sentinel failover-timeout {service} 3000",
         ]
         if self._primary.password is not None:

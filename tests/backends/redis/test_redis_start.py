@@ -144,7 +144,7 @@ def test_wrong_groups_of_servers_are_refused(
 def test_a_hanging_sentinel_is_skipped(redis_sentinel: RedisSentinel, read_from: str) -> None:
     """It may be the first of the list and never answer again, so it must not use up the time of the others."""
     keys = make_keys(3)
-    _, options = redis_sentinel.storage(key_prefix=fresh_prefix(), read_from=read_from, timeout=0.5)
+    _, options = redis_sentinel.storage(key_prefix=fresh_prefix(), read_from=read_from, timeout=2.0)
     with socket.create_server((LOOPBACK, 0)) as silent, redis_sentinel.primary.client() as client:
         options["sentinels"] = [f"{LOOPBACK}:{silent.getsockname()[1]}", *options["sentinels"]]
         store = open_on(client, options)
