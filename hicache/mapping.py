@@ -9,13 +9,15 @@ A thread holds a view of its part, so the memory cannot be unmapped before the t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import logging
 import mmap
 import os
+import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 
@@ -82,9 +84,15 @@ def in_parts(
     try:
         sizes = {pool.submit(work, part): part.nbytes for part in parts}
         del parts  # drops the futures and their views, so that the caller can unmap the memory
-        while wait(sizes, timeout=interval_s).not_done:
-            done_bytes = sum(size for future, size in sizes.items() if future.done())
-            logger.info("host memory: %s of %s mapped", format_size(done_bytes), format_size(whole.nbytes))
+        log_s = time.monotonic() + interval_s
+        for future in sizes:  # one by one: `futures.wait` locks all, and after KeyboardInterrupt may keep some locked
+            while not future.done():
+                with contextlib.suppress(TimeoutError):
+                    future.exception(max(0.0, log_s - time.monotonic()))
+                if time.monotonic() >= log_s:
+                    done_bytes = sum(size for one, size in sizes.items() if one.done())
+                    logger.info("host memory: %s of %s mapped", format_size(done_bytes), format_size(whole.nbytes))
+                    log_s += interval_s
         return all([future.result() for future in sizes])
     finally:
         pool.shutdown(cancel_futures=True)

@@ -98,6 +98,7 @@ SYSTEM_TIME = {
     "events/publisher.py": "the end of a thread",
     "fingerprint.py": "compares times of files",
     "integrations/vllm_tier/tier.py": "the interval between two looks at the deadline",
+    "mapping.py": "the progress of threads that map memory",
     "metrics/server.py": "timeouts of sockets",
     "shared_file.py": "the lock of a file",
     "shared_memory.py": "another process that creates the memory",

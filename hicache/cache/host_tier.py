@@ -251,15 +251,18 @@ class HostTier:
 
     def unsaved(self, hits_min: int) -> list[Node]:
         """Return the runs that storage lacks although they are worth storing, most recently used first, so parents
-        before children: those that at least `hits_min` requests have used, and pinned ones. Without storage, return an
-        empty list. Visits every node.
+        before children: those that at least `hits_min` requests have used, and pinned ones. Not those that storage has
+        lost since their last use: most were evicted there, and would replace pages that were used later. Without
+        storage, return an empty list. Visits every node.
         """
         if not self._gate.attached:
             return []
         found = [
             node
             for node in self._trees.current.nodes()
-            if not node.stored and (node.hit_count >= hits_min or node.pin_ref) and self._is_worth(node)
+            if not node.stored
+            and (node.pin_ref or (node.hit_count >= hits_min and node.lost_access != node.last_access))
+            and self._is_worth(node)
         ]
         return sorted(found, key=lambda node: -node.last_access)
 

@@ -50,6 +50,7 @@ class Node:
     copy_listed: bool = False  # it has a valid entry in the stack of copies
     store_pending: bool = False  # a store to L3 is in flight
     stored: bool = False  # L3 has it, as far as is known
+    lost_access: int = -1  # `last_access` when L3 lost it: while they are equal, no request has used it since
     sealed: bool = False  # the frames of its host pages were sealed with their page keys
     touched_s: float = -math.inf  # time of the last notice to L3 that this run was used
     proved_until_s: float = 0.0  # until this time a load may trust the last verification of the host pages
@@ -67,6 +68,7 @@ class Node:
         head.lock_ref, head.host_ref, head.pin_ref = map(int, (self.lock_ref > 0, self.host_ref > 0, self.pin_ref > 0))
         head.load_pending, head.backup_pending, head.copied = self.load_pending, self.backup_pending, self.copied
         head.store_pending, head.stored, head.visited = self.store_pending, self.stored, self.visited
+        head.lost_access = self.lost_access
         head.sealed, head.proved_until_s, head.touched_s = self.sealed, self.proved_until_s, self.touched_s
         if self.device is not None:
             head.device, self.device = self.device[:pages].copy(), self.device[pages:].copy()

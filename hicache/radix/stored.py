@@ -76,6 +76,7 @@ class StoredPrefixes:
                 lost += [child for child in node.children.values() if child.stored]
             for node in reversed(lost):
                 pages += self._tree.pages(node)
+                node.lost_access = node.last_access
                 self._remove(node)
         if unknown and self._tree.observer is not None:
             self._tree.observer.lost(unknown)

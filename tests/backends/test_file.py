@@ -353,6 +353,29 @@ def test_processes_share_one_store_within_its_capacity(tmp_path: Path) -> None:
     assert temporary_files(root) == []
 
 
+@pytest.mark.parametrize("look", [1, 2])
+def test_a_store_that_closes_while_another_evicts_costs_that_one_nothing(tmp_path: Path, look: int) -> None:
+    """Closing needs no lock, so its owner file may vanish before the other reads it, and before it tries its lock."""
+    root, capacity = tmp_path / "s", 4 * PAGE
+    looks: list[str] = []
+
+    def close(name: str, number: int, args: tuple[str, ...]) -> None:
+        if name == "open" and args[0] == owner:
+            looks.append(owner)
+            if len(looks) == look:
+                file_driver(other)._store.close()
+
+    system = Faulty(close)
+    system.armed = False
+    one = open_file(root, capacity=capacity, system=system)
+    assert store_chain(one, make_keys(4)) == [STORED] * 4
+    other = open_file(root, capacity=capacity)
+    owner = f"{file_driver(other)._store.owner}.alive"
+    system.armed = True
+    assert store_chain(one, make_keys(2, "new")) == [STORED] * 2
+    assert len(looks) == look and one.backend.statistics().errors == {}
+
+
 def test_while_the_store_is_locked_few_reads_wait_to_note_uses(tmp_path: Path) -> None:
     taken: list[str] = []
     clock = ManualClock()

@@ -237,3 +237,18 @@ def test_the_log_says_how_many_pages_were_lost(tmp_path: Path, caplog: pytest.Lo
         assert engine.cache.close()
     assert engine.cache.statistics().unsaved_pages == 15
     assert "15 pages are lost" in caplog.text
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_pages_that_storage_has_evicted_are_stored_again_only_if_they_were_used_since(is_used: bool) -> None:
+    """Otherwise they would replace pages that were used later."""
+    backend = memory_backend(capacity_bytes=10 * codec().frame_bytes)
+    world = World(device_pages=32, backend=backend)
+    compute(world)
+    world.settle()
+    world.until(lambda: world.cache.statistics().lost_pages == 10)
+    assert [stored_pages(backend, key) for key in PROMPTS] == [0, 0, 5, 5]
+    if is_used:
+        world.cache.tree.match(PROMPTS[0])
+    assert closed(world) == 0
+    assert [stored_pages(backend, key) for key in PROMPTS] == ([5, 0, 0, 5] if is_used else [0, 0, 5, 5])

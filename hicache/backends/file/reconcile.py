@@ -135,6 +135,8 @@ def reap(index: Index, system: System, root_fd: int, own: str) -> bool:
 def _remove(system: System, tmp_fd: int, name: str) -> None:
     try:
         system.unlink(name, dir_fd=tmp_fd)
+    except FileNotFoundError:
+        pass  # its owner closes the store, which needs no lock
     except IsADirectoryError:
         with contextlib.suppress(OSError):  # a directory with files is not removed
             system.rmdir(name, dir_fd=tmp_fd)

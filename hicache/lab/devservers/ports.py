@@ -15,9 +15,9 @@ LOOPBACK = "127.0.0.1"
 # take a server's port during a restart.
 _LOWEST, _HIGHEST = 20000, 32000
 _TRIES = 1000
-# Names in the kernel that reserve the last ports that `free_ports` has returned: each ends with its socket. A process
-# that starts more servers at once has to be lucky.
-_RESERVED: deque[socket.socket] = deque()
+# Sockets whose names reserve the last ports that `free_ports` has returned: the kernel drops a name with its socket. A
+# process that starts more servers at once has to be lucky.
+_RESERVED: deque[int] = deque()
 _RESERVED_MAX = 64
 # The state of a socket in the kernel's tables.
 _LISTENING = "0A"
@@ -48,9 +48,9 @@ def _reserve(port: int) -> bool:
     except OSError:
         name.close()
         return False
-    _RESERVED.append(name)
+    _RESERVED.append(name.detach())  # open until the process ends
     if len(_RESERVED) > _RESERVED_MAX:
-        _RESERVED.popleft().close()
+        os.close(_RESERVED.popleft())
     return True
 
 

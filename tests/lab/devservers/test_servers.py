@@ -24,6 +24,7 @@ from hicache.lab.devservers import (
     RedisServer,
     SeaweedServer,
     ValkeyServer,
+    ports,
 )
 from hicache.lab.devservers.ports import free_ports, is_free, listening
 from tests.waiting import is_running, wait_for
@@ -229,3 +230,12 @@ def test_a_mooncake_daemon_registers_its_memory_at_the_master(
 ) -> None:
     assert mooncake_daemon.serves()
     assert mooncake_master.segment_bytes() >= 512 << 20
+
+
+def test_a_port_that_was_returned_stays_reserved_until_64_more_were() -> None:
+    (port,) = free_ports(1)
+    assert not ports._reserve(port)
+    free_ports(63)
+    assert not ports._reserve(port)
+    free_ports(1)
+    assert ports._reserve(port)
