@@ -37,7 +37,7 @@ def program(name: str) -> str:
 def checked(text: str) -> str:
     """Return the output of promtool for a scrape: empty if the scrape is valid."""
     done = subprocess.run(
-        [program("promtool"), "check", "metrics"], input=text, capture_output=True, text=True, timeout=60, check=False
+        [program("promtool"), "check", "metrics"], input=text, capture_output=True, text=True, timeout=300, check=False
     )
     return done.stdout + done.stderr
 

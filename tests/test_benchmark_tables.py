@@ -58,7 +58,7 @@ def test_a_benchmark_writes_its_tables_as_a_page(tmp_path: Path, monkeypatch: py
 def test_the_option_writes_a_page(repository: Path, tmp_path: Path) -> None:
     page = tmp_path / "allocators.md"
     command = [sys.executable, "-m", "benchmarks", "allocators", "--write", str(page)]
-    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=170, check=False)
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     assert is_written(page)
     assert page.read_text(encoding="utf-8").count("\n| ") == len(done.stdout.splitlines()) - 2

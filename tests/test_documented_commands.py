@@ -32,7 +32,7 @@ from tests.waiting import wait_for
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).resolve().parent.parent
-TIMEOUT_S = 120
+TIMEOUT_S = 500
 DAEMON_ADDRESS = "127.0.0.1:9321"
 NOT_RUN = {
     r"make ": "test_house.py compares targets with the Makefile; CI runs `make test` and `make test-engines`",

@@ -23,7 +23,7 @@ from hicache.radix import RadixTree
 
 pytestmark = pytest.mark.long
 
-TIMEOUT_S = 170
+TIMEOUT_S = 500
 
 
 def test_embed_hits_the_device_and_after_a_restart_storage(repository: Path, tmp_path: Path) -> None:

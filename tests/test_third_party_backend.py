@@ -14,7 +14,7 @@ import pytest
 
 pytestmark = pytest.mark.long
 
-TIMEOUT_S = 170
+TIMEOUT_S = 500
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ print([span.name for span in exporter.get_finished_spans()])
 def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     """Run a program in a process of its own."""
     return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False,
         env={**os.environ, **environ},
     )  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 Made = TypeVar("Made")
 
 # Far longer than any expected wait in tests.
-WAIT_S = 30.0
+WAIT_S = 60.0
 # Short, but long enough for other threads to run.
 PAUSE_S = 0.001
 

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from hicache.cli.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 
 
 @dataclass(frozen=True)

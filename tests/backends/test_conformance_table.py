@@ -57,7 +57,7 @@ def rows(tmp_path: Path, repository: Path, *args: str) -> tuple[int, str, dict[s
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "hicache.backends.testing.table",
          "-k", "exists or infinite or deleting or something", *args],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(repository)}, capture_output=True, text=True, timeout=120,
+        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(repository)}, capture_output=True, text=True, timeout=300,
         check=False,
     )  # fmt: skip
     table = tmp_path / "table.md"

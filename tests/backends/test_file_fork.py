@@ -112,7 +112,7 @@ backend.close()
 
 def test_a_child_is_rejected_and_its_end_does_not_affect_its_parents_transaction(tmp_path: Path) -> None:
     command = [sys.executable, "-c", _USED_BY_CHILD, str(tmp_path / "s")]
-    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False, timeout=300)
     child, stub, parent = result.stdout.splitlines()
     assert child == (
         "{<GetOutcome.ERROR: 'error'>} {<SetOutcome.ERROR: 'error'>} 0 0 False 0 0 (<ErrorKind.FORKED: 'forked'>, 204)"

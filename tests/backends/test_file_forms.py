@@ -140,7 +140,7 @@ for driver in (file, memory):
     (key, _) = make_keys(2)
     arguments = [str(root), NAMESPACE.hex(), str(PAYLOAD_BYTES), key.hex(), str(page_path(root, CODEC, key))]
     ended = subprocess.run(
-        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", script, *arguments], capture_output=True, text=True, check=False, timeout=300
     )
     assert ended.stderr == ""
     assert ended.stdout == "miss {'no_zstd': 1}\n{} 2\nmiss {'no_zstd': 1}\n{} 1\n"

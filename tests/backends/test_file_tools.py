@@ -251,12 +251,12 @@ def test_reading_works_on_a_read_only_mount(root: Path) -> None:
     mount = ["unshare", "--mount", "--map-root-user", "sh", "-c",
              'mount --bind "$1" "$1" && mount -o remount,bind,ro "$1" || exit 99; shift; exec "$@"', "sh", str(root)]
     try:
-        refused = subprocess.run([*mount, "touch", str(root / "x")], capture_output=True, check=False, timeout=60)
+        refused = subprocess.run([*mount, "touch", str(root / "x")], capture_output=True, check=False, timeout=300)
     except FileNotFoundError:
         pytest.skip("no unshare")
     if refused.returncode == 99 or b"unshare" in refused.stderr:
         pytest.skip("may not mount anything here")
     assert b"Read-only file system" in refused.stderr
     command = [*mount, sys.executable, "-c", _ON_READ_ONLY, str(root)]
-    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert (result.stdout, result.stderr) == ("8 8 0\n", "")

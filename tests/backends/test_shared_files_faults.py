@@ -618,7 +618,7 @@ def test_a_writer_killed_before_its_rename_leaves_no_page_and_its_files_are_remo
     tmp_path: Path, repository: Path
 ) -> None:
     root, clock = tmp_path / "s", ManualClock()
-    killed = subprocess.run([sys.executable, "-c", _CHILD, str(root)], cwd=repository, check=False, timeout=120)
+    killed = subprocess.run([sys.executable, "-c", _CHILD, str(root)], cwd=repository, check=False, timeout=300)
     assert killed.returncode < 0
     assert len(temporaries(root)) == 5 and page_files(root) == []
     store = open_shared(root, clock=clock)

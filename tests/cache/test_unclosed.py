@@ -22,7 +22,7 @@ CLOSED = "cache was not closed by its engine; closed at its end, after"
 def ended(way: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Run an engine that ends in this way."""
     command = [sys.executable, "-W", "default::ResourceWarning", "-m", "tests.cache.ending", way, str(folder)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
 
 
 def found(folder: Path) -> list[int]:

@@ -151,7 +151,7 @@ def test_the_same_pages_have_the_same_hashes_in_each_process() -> None:
     outputs = {
         subprocess.run(
             [sys.executable, "-c", program], env={**os.environ, "PYTHONHASHSEED": seed}, check=True,
-            capture_output=True, timeout=60,
+            capture_output=True, timeout=300,
         ).stdout
         for seed in ("1", "2")
     }  # fmt: skip

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-TIMEOUT_S = 170
+TIMEOUT_S = 500
 # The limit of a demo, which takes ten seconds on two idle processors. `demo_timeout` is the limit of a test that runs
 # two of them.
-DEMO_TIMEOUT_S = 280
+DEMO_TIMEOUT_S = 500
 demo_timeout = pytest.mark.timeout(2 * DEMO_TIMEOUT_S + 20)
 
 

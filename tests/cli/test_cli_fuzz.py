@@ -132,7 +132,7 @@ def test_an_empty_path_is_a_usage_error(line: str) -> None:
 )  # fmt: skip
 def test_a_real_process_with_hostile_bytes_ends_with_one_message(arguments: list[bytes]) -> None:
     command = [os.fsencode(sys.executable), b"-m", b"hicache", *arguments]
-    done = subprocess.run(command, capture_output=True, timeout=60, check=False, stdin=subprocess.DEVNULL)
+    done = subprocess.run(command, capture_output=True, timeout=300, check=False, stdin=subprocess.DEVNULL)
     assert done.returncode == (1 if arguments[0] == b"config" else 2), done.stderr
     assert b"Traceback" not in done.stderr and b"\x1b" not in done.stderr and done.stderr.strip()
 
@@ -142,5 +142,5 @@ def test_a_process_substitution_is_rejected_with_the_reason() -> None:
     if bash is None:
         pytest.skip("bash is not installed")
     line = f"{sys.executable} -m hicache config check <(echo page_size: 16)"
-    done = subprocess.run([bash, "-c", line], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([bash, "-c", line], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 1 and "cannot be read: it is a pipe, not a regular file" in done.stderr

@@ -22,7 +22,7 @@ from hicache.errors import BackendUnavailable, CapacityError, InvariantError
 def run(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Run the real command in its own process."""
     return subprocess.run(
-        [sys.executable, "-m", "hicache", *args], capture_output=True, text=True, timeout=60, check=False, cwd=cwd,
+        [sys.executable, "-m", "hicache", *args], capture_output=True, text=True, timeout=300, check=False, cwd=cwd,
         stdin=subprocess.DEVNULL,
     )  # fmt: skip
 
@@ -49,7 +49,7 @@ def test_a_command_imports_nothing_heavy(line: str, heavy: set[str], tmp_path: P
         f"print(sorted({heavy} & set(sys.modules)))"
     )
     result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True, cwd=tmp_path
     )
     assert result.stdout.splitlines()[-1] == "[]"
 
@@ -84,7 +84,7 @@ def test_a_mistyped_command_gets_the_nearest_one_as_suggestion() -> None:
 def test_a_command_without_its_packages_names_the_extra(tmp_path: Path) -> None:
     code = "import sys; sys.modules['tokenizers'] = None\nfrom hicache.cli.main import main; main()"
     command = [sys.executable, "-c", code, "demo"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, cwd=tmp_path)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
     assert result.returncode == 2 and result.stderr.count("\n") == 1
     assert result.stderr.startswith("hicache: ") and "pip install -e '.[lab]'" in result.stderr
 
@@ -101,7 +101,7 @@ def test_a_closed_pipe_ends_a_command_silently() -> None:
     os.close(read_end)
     try:
         command = [sys.executable, "-m", "hicache", "config", "schema"]
-        result = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+        result = subprocess.run(command, stdout=write_end, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
     finally:
         os.close(write_end)
     assert (result.returncode, result.stderr) == (141, "")
@@ -110,13 +110,13 @@ def test_a_closed_pipe_ends_a_command_silently() -> None:
 def assert_one_line(args: tuple[str, ...], stdout: int, reason: str) -> None:
     """Check that the command reports in one line why it cannot write to `stdout`."""
     command = [sys.executable, "-m", "hicache", *args]
-    result = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    result = subprocess.run(command, stdout=stdout, stderr=subprocess.PIPE, text=True, timeout=300, check=False)
     assert (result.returncode, result.stderr) == (2, f"hicache: cannot write to standard output: {reason}\n")
 
 
 def test_a_closed_output_is_one_line_and_exit_code_2() -> None:
     command = ["sh", "-c", 'exec "$@" >&-', "sh", sys.executable, "-m", "hicache", "--help"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (result.returncode, result.stderr) == (
         2, "hicache: standard output is closed; redirect it to a file or a terminal\n",
     )  # fmt: skip

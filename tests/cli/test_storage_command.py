@@ -83,7 +83,7 @@ def on_a_terminal(*args: str | Path, answer: str) -> subprocess.CompletedProcess
     try:
         os.write(controller, answer.encode())
         command = [sys.executable, "-m", "hicache", *map(str, args)]
-        return subprocess.run(command, stdin=terminal, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(command, stdin=terminal, capture_output=True, text=True, timeout=300, check=False)
     finally:
         os.close(controller)
         os.close(terminal)
@@ -194,7 +194,7 @@ def test_verify_shows_a_progress_bar_on_a_terminal_and_then_the_result(store: St
     try:
         command = [sys.executable, "-m", "hicache", "verify", str(store.root)]
         result = subprocess.run(
-            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=terminal, timeout=60, check=False,
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=terminal, timeout=300, check=False,
             env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
         )  # fmt: skip
         shown = os.read(controller, 65536).decode()
@@ -286,7 +286,7 @@ def test_ctrl_c_ends_verify_with_130_and_the_results_so_far(store: Store) -> Non
         while b"4.0 KiB" not in shown:  # the first page is read; the next one is hours away
             shown += os.read(controller, 65536)
         process.send_signal(signal.SIGINT)
-        output, _ = process.communicate(timeout=60)
+        output, _ = process.communicate(timeout=300)
     shown += os.read(controller, 65536)
     os.close(controller)
     os.close(terminal)

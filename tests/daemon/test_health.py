@@ -131,5 +131,5 @@ def look_at_the_page(daemon: Daemon) -> None:
                 expect(page.locator("#problems li")).to_contain_text("full keeps nothing since")
                 expect(page.locator("#problems li")).to_contain_text(FLOOR)
                 expect(page.locator("#guards tr", has_text="full")).to_contain_text("■ keeps nothing")
-                expect(page.locator("#faults")).to_contain_text("pages rejected", timeout=20_000)
+                expect(page.locator("#faults")).to_contain_text("pages rejected", timeout=60_000)
                 assert page.evaluate("document.documentElement.scrollWidth") <= size[0]

@@ -43,7 +43,7 @@ def test_answers_match_the_document(tmp_path: Path, token: str, paths: tuple[str
                 "--phases", "coverage,fuzzing", "--seed", str(fuzz_seed()), "--no-color", "--warnings", "off",
                 "--request-timeout", "30", *paths,
             ],
-            cwd=tmp_path, capture_output=True, text=True, check=False, timeout=15 * EXAMPLES,
+            cwd=tmp_path, capture_output=True, text=True, check=False, timeout=50 * EXAMPLES,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout
         generated = re.search(r"(\d+) generated", done.stdout)

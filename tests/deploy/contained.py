@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SHM_MIB = 64
 # With its first process, all processes of a process namespace end.
 _NAMESPACES = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
-_TIMEOUT_S = 300
+_TIMEOUT_S = 500
 
 
 @dataclass(frozen=True, slots=True)

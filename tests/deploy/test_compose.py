@@ -34,7 +34,7 @@ def load(repository: Path) -> Any:
 def schema_errors(path: Path) -> str:
     """Return the errors of a compose file under its schema."""
     command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", "vendor.compose-spec", str(path)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     return "" if result.returncode == 0 else result.stdout + result.stderr
 
 
@@ -153,7 +153,7 @@ def test_the_daemon_works_over_a_bucket(repository: Path, folder: Path) -> None:
         environ = os.environ | {"PATH": f"{binaries}:{os.environ['PATH']}"}
         # `timeout` also ends the programs that the shell starts.
         command = ["timeout", "60", *in_shell(services["s3-bucket"], **master)]
-        subprocess.run(command, env=environ, check=True, capture_output=True, timeout=100)
+        subprocess.run(command, env=environ, check=True, capture_output=True, timeout=300)
         assert pages_are_stored_and_loaded(repository, folder, "s3", **{":8333": f":{ports['s3']}"})
 
 
@@ -189,7 +189,7 @@ def test_promtool_accepts_prometheus_yml_and_its_rules(repository: Path, tmp_pat
     assert target == f"{LOOPBACK}:{PORT}"
     result = subprocess.run(
         [str(program("promtool", extra="dev")), "check", "config", str(path)], capture_output=True, text=True,
-        timeout=60, check=False,
+        timeout=300, check=False,
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
 

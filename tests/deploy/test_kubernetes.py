@@ -107,7 +107,7 @@ def test_a_misspelled_entry_does_not_pass_the_schemas() -> None:
 @pytest.mark.skipif(shutil.which("kubectl") is None, reason="needs kubectl")
 def test_kustomize_renders_all_files() -> None:
     result = subprocess.run(
-        ["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, timeout=60, check=True
+        ["kubectl", "kustomize", str(FOLDER)], capture_output=True, text=True, timeout=300, check=True
     )
     rendered = {one["kind"]: one for one in yaml.safe_load_all(result.stdout)}
     assert set(rendered) == {
@@ -204,7 +204,7 @@ def test_the_daemon_serves_an_engine_with_the_files(tmp_path: Path) -> None:
     (daemon,) = [one for spec in specs for one in containers(spec) if one.get("args", [""])[0] == "serve"]
     environ = {entry["name"]: secrets.token_hex(16) for entry in daemon["env"]}
     check = [sys.executable, "-m", "hicache", "config", "check", str(tmp_path / "etc/daemon.yaml")]
-    subprocess.run(check, check=True, capture_output=True, timeout=60)
+    subprocess.run(check, check=True, capture_output=True, timeout=300)
     demo = resource("examples/reference-engine.yaml", "ConfigMap")["data"]["engine.yaml"]
     (tmp_path / "engine.yaml").write_text(place.moved(demo), encoding="utf-8")
     with served(place, daemon["args"], environ):
@@ -218,6 +218,6 @@ def test_the_daemon_serves_an_engine_with_the_files(tmp_path: Path) -> None:
         # docs/deploy.md tells operators to run this command in the container.
         command = [sys.executable, "-m", "hicache", "ctl", "-c", str(tmp_path / "etc/daemon.yaml"), "status"]
         status = subprocess.run(
-            command, check=True, capture_output=True, text=True, timeout=60, env=os.environ | environ
+            command, check=True, capture_output=True, text=True, timeout=300, env=os.environ | environ
         )
         assert "ready" in status.stdout

@@ -29,7 +29,7 @@ def analyze(command: list[str], tmp_path: Path) -> subprocess.CompletedProcess[s
     """Run systemd-analyze."""
     assert ANALYZE is not None
     environ = os.environ | {"XDG_RUNTIME_DIR": str(tmp_path), "SYSTEMD_COLORS": "0"}
-    return subprocess.run([ANALYZE, *command], env=environ, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run([ANALYZE, *command], env=environ, capture_output=True, text=True, timeout=300, check=False)
 
 
 def installed(repository: Path, tmp_path: Path, name: str) -> Path:

@@ -20,7 +20,7 @@ def test_the_benchmark_compares_hicache_with_the_storage_of_the_engine(command: 
     module, *options = command
     ended = subprocess.run(
         [sys.executable, "-m", f"benchmarks.engines.{module}", *options, "--path", str(tmp_path), "--rounds", "1", "0"],
-        cwd=ROOT, env=engine_environ(), capture_output=True, text=True, timeout=120, check=False,
+        cwd=ROOT, env=engine_environ(), capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     rates = [line for line in ended.stdout.splitlines() if line.count(" GB/s") == 2]

@@ -90,7 +90,7 @@ class Nodes:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self._process.communicate(timeout=60)
+        self._process.communicate(timeout=300)
 
     def start(self, job: Job) -> Child:
         """Start a node. It opens its store in the background."""

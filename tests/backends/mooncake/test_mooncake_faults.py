@@ -226,7 +226,7 @@ def test_a_process_that_has_closed_its_backend_listens_on_nothing(master: Moonca
     child = Path(__file__).with_name("child.py")
     done = subprocess.run(
         [sys.executable, str(child), master.address], cwd=repository, env={"PYTHONPATH": str(repository)},
-        capture_output=True, text=True, timeout=60, check=False,
+        capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stdout.split()) == (0, ["open", "2", "closed", "0"]), done.stderr
 

@@ -195,7 +195,7 @@ def test_a_real_server_accepts_the_documented_lifecycle_rule(
     program = program.replace('"pages"', repr(bucket.name))
     ran = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, check=False, capture_output=True,
-        text=True, timeout=60,
+        text=True, timeout=300,
     )
     assert ran.returncode == 0, ran.stderr
     assert "hicache-pages" in ran.stdout

@@ -23,7 +23,7 @@ from hicache.lab.devservers import KINDS, MooncakeClientDaemon, RedisSentinel, m
 from hicache.lab.devservers.ports import free_ports, is_free
 from tests.waiting import wait_for
 
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 
 
 @contextmanager

@@ -135,7 +135,7 @@ def test_a_missing_program_of_prometheus_is_named_with_what_to_do(
 
 def test_the_installer_does_nothing_if_everything_is_installed() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "hicache.lab.devservers.install_libraries"], capture_output=True, text=True, timeout=60,
+        [sys.executable, "-m", "hicache.lab.devservers.install_libraries"], capture_output=True, text=True, timeout=300,
         env={**os.environ, "PATH": ""}, check=False,
     )  # fmt: skip
     assert done.returncode in (0, 1)
