@@ -100,7 +100,7 @@ class CacheStatistics:
     outcome (sound, damaged, untagged). `prefetch_wait` has the waiting times of requests for their prefetch, `step` the
     times of `poll`; None for a cache that has neither. `prefetches_waiting` wait now: for their turn, for the prefetch
     of another request, or for room on L2. `sessions` is None for a cache without sessions. `lost_pages` counted as
-    stored and turned out to be missing. `unsaved_pages` were worth storing and are not in storage, 0 before `close`.
+    stored and turned out to be missing. `unsaved_pages` are those that `close` was to store and could not, 0 before it.
     """
 
     requests: int
