@@ -24,8 +24,8 @@ _LISTENING = "0A"
 
 
 def free_ports(count: int) -> list[int]:
-    """Return `count` different free ports. Other calls, also those of other processes, do not return them while this
-    process runs or until it has asked for 64 more. Another program may take one before the caller does: try again then.
+    """Return `count` different free ports. Other calls, also those of other processes, do not return them until this
+    process ends or asks for 64 more. Another program may take one before the caller does: try again then.
 
     Raises BackendUnavailable if too few are found.
     """
