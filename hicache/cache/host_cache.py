@@ -138,7 +138,7 @@ class HostCache(TieredCache):
         """Describe the pages of `key` from `start_page` on by the engine's blocks, for KV events that routers can read.
 
         Call it after `prefetch` and `begin_write`. `blocks_of` is called at once with the number of each page that is
-        not described yet, as after it has left L2. Does nothing without events. Raises InvalidInput for tokens.
+        not described yet. Does nothing without events. Raises InvalidInput for tokens.
         """
         if not key.is_given:
             raise InvalidInput("key: it has tokens, which events have anyway; describe page keys of the engine")

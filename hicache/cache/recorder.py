@@ -22,7 +22,7 @@ SLICE_S = 0.0005
 BLOCK_NODES = 256
 # Adapters and tenants whose names are stored; the oldest is forgotten first.
 ORIGINS_MAX = 65_536
-# Pages that were described and are not in the tree; the oldest is forgotten first. They are being read from storage or
+# Pages that were described and are not in the tree; the oldest is forgotten first. Some are being read from storage or
 # written to L2, so this is more than the requests in flight have, and with pages of 64 tokens about 50 MB.
 AWAITED_MAX = 65_536
 
@@ -38,7 +38,8 @@ class EventRecorder:
     nodes, a few hundred at a time, even if one node has 100,000 children, which could only be listed at once.
 
     Invariant: `_described` has the engine's blocks of pages that are in the tree, by page key, and `_awaited` those of
-    pages that were not there at their last event. Both are empty unless the engine describes its pages.
+    pages that are not there: they have not entered it yet, or have left it and may come back, because a request in
+    flight may read them again. Both are empty unless the engine describes its pages.
     """
 
     def __init__(self, stream: EventStream, *, slice_s: float = SLICE_S) -> None:
@@ -74,8 +75,11 @@ class EventRecorder:
             if page not in self._described:
                 blocks = awaited.pop(page) if page in awaited else blocks_of(number)
                 awaited[page] = blocks  # as the newest
-        while len(awaited) > AWAITED_MAX:
-            del awaited[next(iter(awaited))]
+        self._limit_awaited()
+
+    def _limit_awaited(self) -> None:
+        while len(self._awaited) > AWAITED_MAX:
+            del self._awaited[next(iter(self._awaited))]
 
     def stored(self, medium: Medium, tree: PrefixTree, node: Node) -> None:
         """Record that `node` was just added to `medium`. A node read from storage to the host is reported on both."""
@@ -131,7 +135,9 @@ class EventRecorder:
             del self._blocks[node.id // BLOCK_NODES]
         if self._described:
             for page in split_keys(node.key):
-                self._described.pop(page, None)
+                if (blocks := self._described.pop(page, None)) is not None:
+                    self._awaited[page] = blocks
+            self._limit_awaited()
         parent = node.parent
         if parent is not None and parent.parent is not None and len(parent.children) == 1:
             self._enter(parent)

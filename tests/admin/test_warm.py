@@ -325,7 +325,9 @@ def test_ctl_warms_prompts_from_a_file_and_from_standard_input(cold: RunningEngi
     with prompts.open() as stdin:
         job = ctl("--json", "warm", "--prompts", "-", "--rate", "1GiB", stdin=stdin).json
     assert (job["progress"]["pages"], job["progress"]["bytes"]) == (6, 2 * FRAME_BYTES)
-    assert ctl.quick("warm", "--background", "--tokens", str(tokens)).out.startswith("job ")
+    # A busy machine may end the job before the command prints its number.
+    background = ctl.quick("warm", "--background", "--tokens", str(tokens)).out
+    assert background.startswith(("job ", "warm-up with 1 prompt: done after"))
     tokens.write_text("[7, 7, 7, 7]")
     ended = ctl.quick("warm", "--tokens", str(tokens), code=1)
     assert "  in memory 0 of 1 page\n" in ended.out and "  skipped   the rest of 1 chain is not in storage" in ended.out

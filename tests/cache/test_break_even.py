@@ -385,9 +385,10 @@ INSTANT_S, AGES_S = 1e-12, 1e6
 
 
 def report_prefill_time(world: World, seconds: float) -> None:
-    """Report prefills that took `seconds` each, as an engine does."""
+    """Report prefills that took `seconds` each, as an engine does, and step, after which they count."""
     for _ in range(WINDOW):
         world.cache.record_prefill(PREFILL_TOKENS_MIN, seconds)
+    world.step()
 
 
 def measured_world(*, always: bool = False) -> World:
@@ -420,12 +421,10 @@ def test_a_hit_in_storage_is_read_only_if_it_pays() -> None:
 def test_a_hit_on_l2_is_loaded_only_if_it_pays() -> None:
     world = measured_world()
     report_prefill_time(world, INSTANT_S)
-    world.step()
     assert world.serve("a", KEY).cached_tokens == 0
     assert world.cache.statistics().skipped["load_does_not_pay"] == 1
     world.leave_l1()
     report_prefill_time(world, AGES_S)
-    world.step()
     assert world.serve("b", KEY).host_hit_tokens == 8 * GEOMETRY.page_size
     assert world.cache.statistics().break_even.decisions["load", "pays"] == 1
 
@@ -434,7 +433,6 @@ def test_in_mode_always_hits_that_do_not_pay_are_fetched() -> None:
     # The control of the two tests above.
     world = measured_world(always=True)
     report_prefill_time(world, INSTANT_S)
-    world.step()
     assert world.serve("a", KEY).host_hit_tokens == 8 * GEOMETRY.page_size
     world.forget()
     assert world.serve("b", KEY).storage_hit_tokens == 8 * GEOMETRY.page_size

@@ -46,7 +46,7 @@ def described(number: int) -> PageBlocks:
 
 
 def recorded() -> tuple[EventRecorder, RadixTree, EventReader]:
-    recorder = EventRecorder(EventStream(1 << 20))
+    recorder = EventRecorder(EventStream(1 << 20), slice_s=60.0)
     tree = RadixTree(4, make_policy("lru"), position_bytes=PAGE_KEY_BYTES, observer=recorder)
     return recorder, tree, recorder.stream.subscribe()
 
@@ -55,7 +55,7 @@ def blocks_of(events: Sequence[Event]) -> list[tuple[PageBlocks | None, ...]]:
     return [event.blocks for event in events if isinstance(event, Stored)]
 
 
-def test_events_have_the_blocks_of_described_pages_until_they_leave_the_tree() -> None:
+def test_events_have_the_blocks_of_described_pages() -> None:
     recorder, tree, reader = recorded()
     recorder.describe_blocks(KEY.head(3), 1, described)
     tree.insert(KEY.head(3), np.arange(1, 4, dtype=np.int32))
@@ -66,9 +66,16 @@ def test_events_have_the_blocks_of_described_pages_until_they_leave_the_tree() -
     recorder.poll(tree)
     assert blocks_of(reader.drain(10)[-3:]) in ([(None, described(1)), (described(2),), ()],
                                                 [(None, described(1)), (), (described(2),)])  # fmt: skip
-    tree.evict_device(5)
-    tree.insert(KEY.head(3), np.arange(1, 4, dtype=np.int32))
-    assert blocks_of(reader.drain(10)) == [()]
+
+
+def test_a_page_that_leaves_the_tree_has_its_blocks_when_it_is_read_again() -> None:
+    """A request describes its pages when it arrives, and may read them from storage much later."""
+    recorder, tree, reader = recorded()
+    recorder.describe_blocks(KEY.head(2), 0, described)
+    for _ in range(2):
+        tree.insert(KEY.head(2), np.arange(1, 3, dtype=np.int32))
+        tree.evict_device(2)
+    assert blocks_of(reader.drain(10)) == [(described(0), described(1))] * 2
 
 
 def test_a_page_is_described_once_and_the_oldest_descriptions_are_forgotten() -> None:
