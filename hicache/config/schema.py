@@ -252,8 +252,8 @@ class TransferConfig(Section):
     )
     shutdown_deadline: PositiveDuration = Field(
         default=5.0,
-        description="Time limit of closing, in which pages that storage lacks are stored, most recently used first. "
-        "The rest is dropped.",
+        description="Time limit of closing, in which pages that storage lacks and has not evicted are stored, most "
+        "recently used first. The rest is dropped.",
     )
 
 
