@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
 
 from hicache.backends.redis import options as redis
 from hicache.backends.s3.access import open_access
-from hicache.config import HiCacheConfig, load_config, read_key_file, read_tree
+from hicache.config import HiCacheConfig, files, load_config, read_key_file, read_tree
 from hicache.config.entries import all_entries
 from hicache.config.files import open_regular
 from hicache.config.redis_storage import RedisStorageOptions
@@ -74,6 +78,35 @@ def test_a_link_to_a_regular_file_is_read(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"page_size: 16")
     (tmp_path / "link.yaml").symlink_to("file")
     assert load_config(tmp_path / "link.yaml", environ={}, overrides={}).page_size == 16
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a file that is not closed then
+def test_ctrl_c_while_a_file_is_opened_is_ctrl_c(tmp_path: Path) -> None:
+    """Before any of its instructions. A descriptor that is closed twice would be an OSError."""
+    path, left = tmp_path / "file", 0
+    path.write_bytes(b"page_size: 16")
+
+    def trace(frame: FrameType, event: str, _: object) -> Callable[..., Any]:
+        nonlocal left
+        frame.f_trace_opcodes = True
+        if event == "opcode" and frame.f_code.co_filename == files.__file__:
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    for number in itertools.count(1):
+        left = number
+        sys.settrace(trace)
+        try:
+            open_regular(path).close()
+            break
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+    assert number > 20
 
 
 @pytest.mark.parametrize("path", ["", "  ", "\0"])

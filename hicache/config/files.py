@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import re
@@ -42,15 +41,20 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """
     try:
         _require_regular(os.stat(path))  # before opening, which can change the state of a device
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+        return open(path, "rb", opener=_opened_regular)
     except ValueError as error:
         raise OSError(errno.EINVAL, "the name contains a null byte or half a surrogate pair") from error
-    with contextlib.ExitStack() as undo:
-        undo.callback(os.close, descriptor)
+
+
+def _opened_regular(path: str, _: int) -> int:
+    """Return a descriptor. `open` closes it if Ctrl-C interrupts `open`: a second owner could close another file."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    try:
         _require_regular(os.fstat(descriptor))
-        file = os.fdopen(descriptor, "rb")
-        undo.pop_all()
-    return file
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
 
 
 def require_readable(path: str | os.PathLike[str], what: str) -> None:

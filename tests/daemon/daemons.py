@@ -21,7 +21,7 @@ from typing import Any, Self
 import yaml
 
 from hicache.frame import HEADER_BYTES, FrameCodec
-from hicache.lab.devservers.launcher import launch
+from hicache.lab.devservers.launcher import launch, suspend
 from hicache.lab.devservers.ports import LOOPBACK, free_ports
 from hicache.shared_memory import Layout, SharedMemory
 from tests.waiting import WAIT_S, wait_for
@@ -157,6 +157,11 @@ class Daemon:
         """Send a signal to the process."""
         assert self.process is not None
         self.process.send_signal(number)
+
+    def pause(self) -> None:
+        """Suspend the process, until it gets SIGCONT."""
+        assert self.process is not None
+        suspend(self.process.pid)
 
     def wait(self) -> int:
         """Wait until the process ends. Return its exit code."""

@@ -231,7 +231,7 @@ def test_a_daemon_that_hangs_dies_or_is_full_costs_only_hits(
         return cached(found)
 
     wait_for(lambda: again() == [CACHED, CACHED])  # from the daemon, over HTTP
-    daemon.signal(signal.SIGSTOP)
+    daemon.pause()
     assert again() == [0, 0]
     daemon.signal(signal.SIGCONT)
     wait_for(lambda: again() == [CACHED, CACHED])

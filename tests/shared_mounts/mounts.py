@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hicache.lab.devservers.launcher import launch
+from hicache.lab.devservers.launcher import launch, suspend
 from hicache.lab.devservers.ports import LOOPBACK, free_ports
 from tests.waiting import is_running, wait_for
 
@@ -87,7 +87,7 @@ class SharedMounts:
     def stop(self) -> None:
         """Suspend the processes: calls on the mounts hang."""
         for pid in self.pids:
-            os.kill(pid, signal.SIGSTOP)
+            suspend(pid)
 
     def resume(self) -> None:
         """Continue the suspended processes."""

@@ -18,7 +18,7 @@ from typing import Any, ClassVar, Self, TypeAlias
 
 from ...config.addresses import check_port
 from ...errors import BackendUnavailable, InvalidInput
-from .launcher import launch
+from .launcher import launch, suspend
 from .ports import free_ports, is_free, listening_ports
 
 # The `type` and the `options` of a configuration's section `storage`.
@@ -234,7 +234,7 @@ class DevServer(DevService):
 
     def pause(self) -> None:
         """Suspend the process (SIGSTOP): connections stay open and requests are not answered."""
-        os.kill(self._running().pid, signal.SIGSTOP)
+        suspend(self._running().pid)
 
     def resume(self) -> None:
         """Continue a paused process."""

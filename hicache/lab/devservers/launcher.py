@@ -9,6 +9,7 @@ Locking design: the launcher's thread owns no state; callers wait for their own 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -62,3 +63,12 @@ def launch(
         ).result()
     finally:
         os.close(descriptor)
+
+
+def suspend(pid: int) -> None:
+    """Suspend a child process (SIGSTOP), and return when all its threads have stopped, or it has ended.
+
+    The signal alone stops one thread, which may not run for a while on a busy machine; until then the others go on.
+    """
+    os.kill(pid, signal.SIGSTOP)
+    os.waitid(os.P_PID, pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)

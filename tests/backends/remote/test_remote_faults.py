@@ -169,7 +169,7 @@ def test_a_call_waits_for_a_hanging_daemon(own: Daemon, frames: Frames, open_it:
     backend, keys = open_it(own), make_keys(4)
     assert store_chain(own.door(backend), keys) == [STORED] * 4
     views = poison(frames, 4)
-    own.signal(signal.SIGSTOP)
+    own.pause()
     call = ThreadPoolExecutor(1).submit(lambda: backend.batch_get(keys, views, deadline=soon(0.1)))
     with pytest.raises(TimeoutError):  # otherwise it has returned while the daemon can still read its request
         call.result(1.0)
@@ -185,7 +185,7 @@ def test_a_call_waits_for_a_hanging_daemon(own: Daemon, frames: Frames, open_it:
 def test_a_daemon_that_is_killed_costs_misses_until_it_is_back(own: Daemon, frames: Frames, open_it: OpenIt) -> None:
     backend, keys = open_it(own), make_keys(4)
     assert store_chain(own.door(backend), keys) == [STORED] * 4
-    own.signal(signal.SIGSTOP)
+    own.pause()
     views = poison(frames, 4)
     call = ThreadPoolExecutor(1).submit(lambda: backend.batch_get(keys, views, deadline=soon(0.1)))
     with pytest.raises(TimeoutError):

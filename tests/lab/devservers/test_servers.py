@@ -26,6 +26,7 @@ from hicache.lab.devservers import (
     ValkeyServer,
     ports,
 )
+from hicache.lab.devservers.launcher import launch, suspend
 from hicache.lab.devservers.ports import free_ports, is_free, listening
 from tests.waiting import is_running, wait_for
 
@@ -57,6 +58,22 @@ def test_a_paused_server_is_stopped_as_well() -> None:
         server.pause()
         pid = server.pid
     assert not is_running(pid)
+
+
+def test_no_thread_of_a_suspended_process_runs(tmp_path: Path) -> None:
+    """Without a wait, some threads would not have stopped yet after most signals."""
+    code = "import threading, time\nfor _ in range(31):\n  threading.Thread(target=time.sleep, args=(1000,)).start()"
+    process = launch([sys.executable, "-c", code], environ={}, directory=tmp_path, log=tmp_path / "log")
+    try:
+        tasks = Path(f"/proc/{process.pid}/task")
+        wait_for(lambda: len(list(tasks.iterdir())) == 32)
+        for _ in range(10):
+            suspend(process.pid)
+            assert {(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()} == {"T"}
+            process.send_signal(signal.SIGCONT)
+    finally:
+        process.kill()
+        process.wait()
 
 
 def test_a_killed_server_is_gone_until_it_is_restarted_on_its_port() -> None:
