@@ -52,9 +52,9 @@ def stores_of(daemon: Daemon, namespace: str) -> set[str]:
     return {one["name"] for one in daemon.admin("GET", "/status")["stores"] if one["namespace"] == namespace}
 
 
-def filled(daemon: Daemon, namespace: int, pages: int = 4) -> list[bytes]:
+def filled(daemon: Daemon, namespace: int, pages: int = 4, *, first: int = 0) -> list[bytes]:
     """Store a chain of a namespace in the pool and in both stores. Return its keys."""
-    keys = keys_of(pages)
+    keys = keys_of(pages, first=first)
     daemon.engine(namespace).store(keys)
     space = f"{namespace:02x}" * 32
     wait_for(lambda: daemon.places(keys, namespace=space) == [["pool", "ram", "disk"]] * pages)
@@ -223,8 +223,7 @@ def test_a_warm_up_stays_within_the_quota_and_evicts_nothing(daemon: Daemon) -> 
     filled(daemon, 0xBB, 4)
     daemon.job("/clear", {"where": "pool", "namespace": "aa"})
     daemon.admin("PUT", "/quotas", {"namespace": "aa", "quota_bytes": 3 * PAGE_POOL_BYTES}, 204)
-    later = keys_of(1, first=40)
-    daemon.engine(0xAA).store(later)
+    later = filled(daemon, 0xAA, 1, first=40)
     dry = daemon.job("/warm", {"top_bytes": 1 << 30, "dry_run": True})["progress"]
     assert (dry["pages"], dry["total"], dry["bytes"]) == (9, 9, 4 * FRAME_BYTES)
     progress = daemon.job("/warm", {"top_bytes": 1 << 30})["progress"]
