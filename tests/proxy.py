@@ -32,7 +32,7 @@ _CHUNK_BYTES = 64 * 1024
 # The chunks per direction that a slow or stalled proxy buffers before it stops reading: enough that latency alone
 # hardly limits a fast sender, and little compared with a page.
 _CHUNKS_MAX = 16
-_WAIT_S = 10.0
+_WAIT_S = 60.0
 # SO_LINGER with a time of zero: closing sends RST and drops unsent bytes.
 _RESET = struct.pack("ii", 1, 0)
 

@@ -23,7 +23,7 @@ def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(target)]
     environ = os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(source)}
     return subprocess.run(
-        command, cwd=source, env=environ, capture_output=True, text=True, timeout=170, stdin=subprocess.DEVNULL,
+        command, cwd=source, env=environ, capture_output=True, text=True, timeout=500, stdin=subprocess.DEVNULL,
         check=False,
     )  # fmt: skip
 

@@ -256,6 +256,22 @@ def _make_commands(text: str) -> set[str]:
     return {word for command in commands for word in command.split() if "=" not in word and not word.startswith("-")}
 
 
+def _short_limits(source: str) -> list[int]:
+    """Return the lines with a subprocess that a busy machine may not end in time."""
+    calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
+    return [call.lineno for call in calls if ast.unparse(call.func) in ("subprocess.run", "process.communicate")
+            for word in call.keywords if word.arg == "timeout" and isinstance(word.value, ast.Constant)
+            and ast.literal_eval(word.value) < 300]  # fmt: skip
+
+
+def test_only_a_hang_ends_the_commands_of_tests() -> None:
+    """Beside twelve busy processes, building the site took 160 s on two cores."""
+    assert _short_limits("import subprocess\nsubprocess.run(['ls'], timeout=170)") == [2]
+    found = {path: lines for path in sources(".py") if "tests" in path.parts
+             if (lines := _short_limits(path.read_text()))}  # fmt: skip
+    assert not found
+
+
 def test_make_commands_on_pages_name_targets_that_exist() -> None:
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     for path in sources(".md"):

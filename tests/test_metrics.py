@@ -98,7 +98,7 @@ def served(statistics: Callable[[], CacheStatistics | None], **section: Any) -> 
 
 
 def scrape(port: int, host: str = "127.0.0.1") -> str:
-    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=10) as response:
+    with urllib.request.urlopen(f"http://{host}:{port}/metrics", timeout=60) as response:
         return str(response.read().decode())
 
 
@@ -274,10 +274,10 @@ def test_health_takes_no_snapshot_and_is_not_metrics() -> None:
         raise AssertionError("a probe of health asks for no snapshot")
 
     with served(statistics) as server:
-        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/healthz", timeout=10) as response:
+        with urllib.request.urlopen(f"http://127.0.0.1:{server.port}/healthz", timeout=60) as response:
             assert response.read() == b"ok\n"
         with pytest.raises(urllib.error.HTTPError, match="404"):
-            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/", timeout=10)
+            urllib.request.urlopen(f"http://127.0.0.1:{server.port}/", timeout=60)
 
 
 def test_every_scrape_takes_one_new_snapshot_and_registering_takes_none() -> None:

@@ -47,7 +47,7 @@ def targets() -> Iterator[list[str]]:
 
 def test_two_engines_export_their_own_counts_and_prometheus_adds_them_up(targets: list[str], tmp_path: Path) -> None:
     for target, requests in zip(targets, (3, 4), strict=True):
-        with urllib.request.urlopen(f"http://{target}/metrics", timeout=10) as answer:
+        with urllib.request.urlopen(f"http://{target}/metrics", timeout=60) as answer:
             text = answer.read().decode()
         assert f"hicache_requests_total {requests}.0\n" in text
         assert checked(text) == ""

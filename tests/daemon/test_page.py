@@ -202,7 +202,7 @@ def test_beyond_loopback_the_page_asks_for_the_token(browser: Browser, tmp_path:
 
 def test_the_content_policy_of_the_page_allows_only_its_own_scripts(daemon: BusyDaemon) -> None:
     for name in ("", "page.css", "page.js"):
-        with urllib.request.urlopen(f"{daemon.url}{name}", timeout=10) as answer:
+        with urllib.request.urlopen(f"{daemon.url}{name}", timeout=60) as answer:
             policy = answer.headers["Content-Security-Policy"]
             assert policy.startswith("default-src 'none'; script-src 'self'") and "unsafe" not in policy
             assert answer.headers["X-Content-Type-Options"] == "nosniff"

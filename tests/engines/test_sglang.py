@@ -120,7 +120,7 @@ def cold(engine: EngineProcess, folder: Path, asked: list[list[int]]) -> Answers
 
 
 def metric(port: int, line: str) -> float:
-    with urllib.request.urlopen(f"http://{LOOPBACK}:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{LOOPBACK}:{port}/metrics", timeout=60) as answer:
         page = answer.read().decode()
     return sum(float(row.rpartition(" ")[2]) for row in page.splitlines() if row.startswith(line))
 

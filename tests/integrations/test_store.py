@@ -190,7 +190,7 @@ def test_a_closed_storage_returns_misses_and_errors(opened: Open, tmp_path: Path
 
 
 def scrape(port: int) -> str:
-    with urllib.request.urlopen(f"http://{LOOPBACK}:{port}/metrics", timeout=10) as answer:
+    with urllib.request.urlopen(f"http://{LOOPBACK}:{port}/metrics", timeout=60) as answer:
         return str(answer.read().decode())
 
 

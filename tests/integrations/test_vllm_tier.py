@@ -45,7 +45,7 @@ def test_a_lookup_is_answered_in_a_later_step_and_then_at_once() -> None:
         store.lookups.clear()
         assert [engine.tier.lookup(name, "r") for name in names] == [None, None]
         engine.step()
-        assert store.hanging.acquire(timeout=30)
+        assert store.hanging.acquire(timeout=60)
         assert engine.tier.lookup(names[0], "r") is None
         store.lookups.set()
         assert engine.find(names) == [False, False]

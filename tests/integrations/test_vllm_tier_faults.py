@@ -111,7 +111,7 @@ def test_in_place_the_tier_waits_for_a_hanging_promotion() -> None:
         engine.save(names)
         store.reads.clear()
         number = engine.begin(names, load=True)
-        assert store.hanging.acquire(timeout=30)
+        assert store.hanging.acquire(timeout=60)
         engine.tier._leave(before_s=float("inf"))
         engine.step()
         assert number not in engine.ended
@@ -134,7 +134,7 @@ def test_cascades_behind_a_hanging_one_are_dropped_above_the_limit() -> None:
     with engine_on(store, transfer={"store_host_share": 0.25}) as engine:
         store.writes.clear()
         first = engine.begin(names_of("a", 10), load=False)
-        assert store.hanging.acquire(timeout=30)
+        assert store.hanging.acquire(timeout=60)
         second = engine.begin(names_of("b", ROWS // 4 - 10), load=False)
         assert engine.save(names_of("c", 1)) == []
         store.release()
@@ -155,7 +155,7 @@ def test_a_reset_ends_within_its_deadline_and_does_not_touch_the_rows() -> None:
         store.writes.clear()
         jobs = [engine.begin(names, load=True), engine.begin(names_of("b", 2), load=False)]
         for _ in jobs:
-            assert store.hanging.acquire(timeout=30)
+            assert store.hanging.acquire(timeout=60)
         engine.tier.reset(1)
         engine.step()
         assert set(jobs) <= set(engine.ended), "vLLM empties its primary tier after the reset"
@@ -172,7 +172,7 @@ def test_in_place_a_reset_waits_for_calls_in_flight() -> None:
         engine.save(names)
         store.reads.clear()
         number = engine.begin(names, load=True)
-        assert store.hanging.acquire(timeout=30)
+        assert store.hanging.acquire(timeout=60)
         threading.Timer(0.1, store.release).start()
         engine.tier.reset(1)
         assert engine.end(number) == names
@@ -183,7 +183,7 @@ def test_close_ends_within_its_deadline() -> None:
     engine = ChunkEngine(store, transfer={"shutdown_deadline": "100ms"})
     store.writes.clear()
     engine.begin(names, load=False)
-    assert store.hanging.acquire(timeout=30)
+    assert store.hanging.acquire(timeout=60)
     assert not engine.tier.close()
     store.release()
     with engine_on(store) as other:

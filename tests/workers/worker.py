@@ -22,7 +22,7 @@ from tests.workers.model import ModelShape, RankModel
 
 # How often a worker checks its copies in flight.
 _POLL_S = 0.0005
-_OPEN_TIMEOUT_S = 30.0
+_OPEN_TIMEOUT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)

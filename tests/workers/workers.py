@@ -13,7 +13,7 @@ from tests.workers.worker import Command, Ready, Report, Task
 # A fork of a process that has imported torch starts in milliseconds; the import takes seconds.
 _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload([worker.__name__])
-_TIMEOUT_S = 30.0
+_TIMEOUT_S = 60.0
 
 
 class WorkerLost(Exception):

@@ -27,7 +27,7 @@ HOST_PAGES = 40
 OUTPUT_TOKENS = 3
 # The common prefix of the prompts of one seed.
 SHARED_PAGES = 2
-_WAIT_S = 30.0
+_WAIT_S = 60.0
 _numbers = itertools.count()
 
 

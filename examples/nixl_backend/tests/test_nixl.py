@@ -257,7 +257,7 @@ def run(folder: Path, *arguments: str) -> str:
     command = [sys.executable, "-m", "hicache", *arguments]
     path = os.pathsep.join(part for part in sys.path if part)
     done = subprocess.run(
-        command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=120,
+        command, cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, timeout=300,
         check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr

@@ -40,7 +40,7 @@ def test_the_demo_hits_every_tier_with_equal_tokens_and_a_second_demo_starts_wit
     process = start(repository, *DEMO, "--verify", "--metrics-port", "0", "--set", store)
     assert process.stdout is not None
     address = process.stdout.readline().split()[1]
-    with urllib.request.urlopen(address, timeout=30) as response:
+    with urllib.request.urlopen(address, timeout=60) as response:
         names = {family.name for family in text_string_to_metric_families(response.read().decode())}
     assert {"hicache_hit_tokens", "hicache_queued_operations"} <= names
     code, output = finish(process, DEMO_TIMEOUT_S)
