@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -19,10 +20,30 @@ from hicache.lab.devservers import (
     RedisSentinel,
     RedisServer,
     SeaweedServer,
+    Storage,
     ValkeyServer,
 )
+from hicache.lab.devservers.redis import RedisLike
 
+# The timeouts of stores, of 1 to 5 s, are failures on a machine that runs other tests.
+PATIENCE = "20s"
 _NUMBERS = itertools.count(1)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patience() -> Iterator[None]:
+    """Let tests wait longer for a server, unless they pass other timeouts."""
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in (RedisLike, RedisCluster, RedisSentinel, SeaweedServer):
+            patch.setattr(kind, "storage", _patient(kind.storage))
+        yield
+
+
+def _patient(storage: Callable[..., Storage]) -> Callable[..., Storage]:
+    def patient(server: DevService, **extra: Any) -> Storage:
+        return storage(server, **{"timeout": PATIENCE, "open_timeout": PATIENCE, **extra})
+
+    return patient
 
 
 @pytest.fixture(scope="session")

@@ -80,7 +80,8 @@ def test_pages_are_copied_from_a_directory_to_two_servers_and_managed_there(
     for source, target in ((tmp_path / "pages", redis), (redis, s3)):
         copied = invoke("copy", source, target)
         assert (copied.exit_code, copied.stdout) == (0, "copied 18 pages, 144.0 KiB\n"), copied.stderr
-        assert invoke("copy", source, target).stdout.endswith("  18 pages there already\n")
+        again = invoke("copy", source, target)
+        assert again.stdout.endswith("  18 pages there already\n"), again.stderr
         assert invoke("verify", target).stdout == "checked 18 pages, 144.0 KiB: none damaged\n"
     for name, path in (("redis", redis), ("s3", s3)):
         assert found(servers[name]) == [6, 6, 6]

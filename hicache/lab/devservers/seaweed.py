@@ -18,6 +18,8 @@ SECRET_KEY_ENV = "S3_SECRET_KEY"
 REGION = "us-east-1"  # the server accepts any; clients need one for signatures
 # Timeout of a probe, in seconds. The first write of a new server is slow, because it creates the volumes.
 _PROBE_TIMEOUT_S = 2.0
+# As long as that of a Redis client: for calls after the start.
+_CLIENT_TIMEOUT_S = 20.0
 # Small volumes, so that a short test needs little disk space, and enough of them for 20 GB.
 _VOLUME_MB, _VOLUMES = 128, 160
 # The object that the probe writes.
@@ -77,16 +79,14 @@ class SeaweedServer(DevServer):
         actions = ["Admin", "Read", "Write", "List", "Tagging"]
         return {"identities": [{"name": "hicache", "credentials": credentials, "actions": actions}]}
 
-    def client(self, **options: Any) -> Any:
-        """Return a boto3 client with credentials, short timeouts and no retries. Raises ConfigError without boto3."""
+    def client(self, timeout_s: float = _CLIENT_TIMEOUT_S, **options: Any) -> Any:
+        """Return a boto3 client with credentials and without retries. Raises ConfigError without boto3."""
         try:
             import boto3  # noqa: PLC0415  optional
             from botocore.config import Config  # noqa: PLC0415
         except ModuleNotFoundError as error:
             raise MissingPackage(f"an S3 server needs a client; {install_hint('s3')}") from error
-        config = Config(
-            connect_timeout=_PROBE_TIMEOUT_S, read_timeout=_PROBE_TIMEOUT_S, retries={"total_max_attempts": 1}
-        )
+        config = Config(connect_timeout=timeout_s, read_timeout=timeout_s, retries={"total_max_attempts": 1})
         settings = {
             "endpoint_url": self.endpoint_url, "region_name": REGION, "config": config,
             "aws_access_key_id": self.access_key, "aws_secret_access_key": self.secret_key,
@@ -96,7 +96,7 @@ class SeaweedServer(DevServer):
 
     def serves(self) -> bool:
         """True if the bucket exists, and an object can be written, read and removed."""
-        client = self.client()
+        client = self.client(_PROBE_TIMEOUT_S)
         from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415  optional
 
         try:

@@ -61,7 +61,7 @@ class TestValkey(DriverContract):
     @pytest.fixture
     def open_store(self, valkey: ValkeyServer, unique_prefix: str) -> Iterator[OpenStore]:
         with valkey.client() as client:
-            yield from opener(client, unique_prefix, valkey.storage(key_prefix=unique_prefix, **_PATIENT)[1])
+            yield from opener(client, unique_prefix, valkey.storage(key_prefix=unique_prefix)[1])
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_clear_removes_every_page_of_its_namespace_and_nothing_else(
 ) -> None:
     """With more pages than one step of SCAN lists, and a second namespace under the same prefix."""
     keys = make_keys(2500)
-    options = request.getfixturevalue(kind).storage(key_prefix=unique_prefix, **_PATIENT)[1]
+    options = request.getfixturevalue(kind).storage(key_prefix=unique_prefix)[1]
     ours, theirs = open_on(None, options), open_on(None, options, FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES))
     store_chain(ours, keys)
     store_chain(theirs, keys[:10])
