@@ -42,6 +42,7 @@ from tests.waiting import wait_for
 from .store import CODEC, LEASE_MS, SEGMENT_BYTES, Memory, open_backend, store
 
 T = TypeVar("T")
+notices_death = pytest.mark.parametrize("own_master", [2], indirect=True, ids=["notices death"])
 # The library waits 30 s for a hanging daemon; a verb with a deadline of half a second does not.
 PROMPT_S = 20.0
 SHORT_S = 0.5
@@ -68,10 +69,11 @@ def stores_again(backend: Store, keys: list[bytes] | None = None) -> bool:
 
 
 @pytest.fixture
-def own_master() -> Iterator[MooncakeMaster]:
-    """A master that a test may harm."""
-    # The master places pages on a dead owner until it notices, after 10 s by default.
-    with MooncakeMaster(lease_ms=LEASE_MS, flags=("--client_ttl=2",)) as server:
+def own_master(request: pytest.FixtureRequest) -> Iterator[MooncakeMaster]:
+    """A master that a test may harm. It forgets a dead owner after `request.param` seconds, until then it places pages
+    there. By default it does not: on a busy machine, a living owner may be as slow."""
+    seconds: int = getattr(request, "param", 3600)
+    with MooncakeMaster(lease_ms=LEASE_MS, flags=(f"--client_ttl={seconds}",)) as server:
         yield server
 
 
@@ -158,6 +160,7 @@ def test_a_master_that_hangs_costs_errors_and_heals(own_master: MooncakeMaster, 
     assert load(backend, keys) == [HIT] * 2
 
 
+@notices_death
 def test_pages_of_a_dead_owner_are_errors_or_misses_and_never_hits(
     owner: MooncakeClientDaemon, backend: Store
 ) -> None:
@@ -188,7 +191,7 @@ def test_a_hanging_owner_delays_registered_frames_once_without_late_writes(
     assert set(backend.statistics().errors) <= SLOW_CLASSES
     owner.resume()
     others = empty_frames(CODEC, 3)
-    wait_for(lambda: backend.batch_get(keys, others, deadline=soon()) in ([HIT] * 3, [MISS] * 3), timeout_s=60.0)
+    wait_for(lambda: backend.batch_get(keys, others, deadline=soon()) == [HIT] * 3, timeout_s=60.0)
     assert memory.is_poisoned()
 
 
@@ -212,6 +215,7 @@ def test_a_hanging_daemon_is_abandoned_at_the_deadline_and_writes_no_frame(
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("hicache-mooncake-")]
 
 
+@notices_death
 def test_a_restarted_daemon_is_used_again(owner: MooncakeClientDaemon, through_daemon: Store) -> None:
     keys = make_keys(3)
     store(through_daemon, keys)
