@@ -26,7 +26,7 @@ from hicache.lab.devservers import (
 from hicache.lab.devservers.redis import RedisLike
 
 # The timeouts of stores, of 1 to 5 s, are failures on a machine that runs other tests.
-PATIENCE = "20s"
+PATIENCE = "60s"
 _NUMBERS = itertools.count(1)
 
 

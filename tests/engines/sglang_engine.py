@@ -58,7 +58,10 @@ def sglang_environ(**more: str) -> dict[str, str]:
 
 def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     from sglang import Engine  # noqa: PLC0415
+    from sglang.srt.mem_cache.cpp_utils.native_hash import get_native_hash  # noqa: PLC0415
 
+    # It is compiled at its first use: in the engine that is a lookup, which a flush awaits for 10 s only.
+    get_native_hash([0], None)
     engine = Engine(**options)
 
     def generate(prompts: list[list[int]], tokens: int = 8) -> list[dict[str, object]]:

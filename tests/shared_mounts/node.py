@@ -47,8 +47,9 @@ Say: TypeAlias = "Callable[[Mapping[str, Any]], None]"
 _PAUSE_S = 0.02
 # How far back a node reads the chains of the other one.
 _RECENT = 30
-# The control writes pages in such pieces.
+# The control writes pages in such pieces, with pauses: on a busy machine the other node seldom runs during a write.
 _PIECE_BYTES = 512
+_PIECE_PAUSE_S = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +136,7 @@ class _WritesInPlace(Writes):
             file = self._system.open(name, CREATE_FLAGS, dir_fd=self._root.fd)
             for start in range(0, len(data), _PIECE_BYTES):
                 self._system.pwritev(file, [data[start : start + _PIECE_BYTES]], start)
+                time.sleep(_PIECE_PAUSE_S)
             self._system.close(file)
         return temporary
 

@@ -17,7 +17,7 @@ from tests.backends.s3.stub import StubS3
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 PAGE = CODEC.frame_bytes
 # For servers that answer, but may be slow on a busy machine.
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 # Backends on the stub; closed after each test.
 OPENED: list[Store] = []
 
