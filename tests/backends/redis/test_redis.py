@@ -41,12 +41,13 @@ from hicache.lab.devservers import DevService, RedisCluster, RedisSentinel, Redi
 from hicache.lab.devservers.redis import RedisLike
 from tests.certificates import make_certificates
 from tests.proxy import Proxy
+from tests.servers import PATIENCE
 from tests.waiting import wait_for
 
 from .store import CODEC, PAGE, grow_old, name_of, open_on, opened
 
-# Long timeouts: on a busy machine, a handshake may take longer than a second.
-_PATIENT = {"timeout": 20.0}
+# For the places that a server's `storage` does not name.
+_PATIENT = {"timeout": PATIENCE}
 DOCUMENT = Path(__file__).resolve().parents[3] / "docs/backends/redis.md"
 
 
