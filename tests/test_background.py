@@ -11,6 +11,7 @@ import pytest
 from hicache.background import BackgroundTask
 from hicache.backoff import Backoff
 from hicache.clock import ManualClock
+from tests.log_records import records_of
 from tests.test_supervised import WAIT_S, no_thread_is_left
 from tests.waiting import wait_for
 
@@ -108,7 +109,7 @@ def test_work_that_raises_or_dies_is_counted_logged_once_and_retried_after_a_bac
         clock.advance(delay_s)
     wait_for(lambda: work.runs == 4 and task._next_at == math.inf and not task._is_submitted)
     assert task.errors[kind] == len(counted) == work.runs - 1
-    assert sum(record.exc_info is not None for record in caplog.records) == 1
+    assert sum(record.exc_info is not None for record in records_of(caplog, "supervised")) == 1
     assert task.close(WAIT_S)
 
 

@@ -23,6 +23,7 @@ from hicache.config.section import Section
 from hicache.config.storage import STORAGE_SECTIONS, FileStorage, PluginStorage
 from hicache.errors import ConfigError, InvalidInput
 from hicache.units import Share
+from tests.log_records import messages_of, records_of
 
 GIB = 1 << 30
 HEX_KEY = "0123456789abcdef" * 4
@@ -260,7 +261,7 @@ def test_a_variable_without_two_underscores_that_matches_no_entry_is_ignored_wit
     load: Load, caplog: pytest.LogCaptureFixture, variable: str, hint: str
 ) -> None:
     assert load("", {variable: "not a size"}) == load("")
-    assert [record.getMessage() for record in caplog.records] == [
+    assert messages_of(caplog, "config.loading") == [
         f"environment variables that are not entries of the configuration are ignored: {hint}"
     ]
 
@@ -272,7 +273,7 @@ def test_the_variables_of_a_kubernetes_service_named_hicache_change_nothing(
     service = dict.fromkeys(("PORT", "SERVICE_HOST", "SERVICE_PORT", *ports), "tcp://10.0.0.1:9470")
     for _ in range(2):
         assert load("page_size: 32", service).page_size == 32
-    (record,) = caplog.records  # one warning for all of them, and for all times that they are seen
+    (record,) = records_of(caplog, "config.loading")  # one for all of them, and for all times that they are seen
     assert record.levelname == "WARNING" and "HICACHE_PORT, " in record.getMessage()
 
 

@@ -10,6 +10,7 @@ import pytest
 from hicache.errors import CapacityError
 from hicache.host_memory import HostMemory, host_memory, resolve
 from hicache.units import Share
+from tests.log_records import messages_of
 
 GIB = 1 << 30
 MEMINFO = f"MemTotal: {24 * GIB >> 10} kB\nMemFree: 1 kB\nMemAvailable: {20 * GIB >> 10} kB\n"
@@ -96,14 +97,14 @@ def test_a_share_is_of_the_available_memory_of_the_machine_and_is_logged(
     caplog.set_level("INFO", "hicache")
     assert size_of(machine, 80) == 16 * GIB
     assert size_of(machine, 12.5) == 5 * GIB // 2
-    assert caplog.messages == [
+    assert messages_of(caplog, "host_memory") == [
         "L2: 80% of 20.0 GiB available = 16.0 GiB", "L2: 12.5% of 20.0 GiB available = 2.5 GiB"
     ]  # fmt: skip
 
 
 def test_a_size_is_not_changed_and_not_logged(machine: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "hicache")
-    assert resolve(99 * GIB, "L2", proc=machine / "none") == 99 * GIB and not caplog.messages
+    assert resolve(99 * GIB, "L2", proc=machine / "none") == 99 * GIB and not messages_of(caplog, "host_memory")
 
 
 def test_a_share_is_of_the_memory_that_the_smallest_cgroup_has_left(machine: Path) -> None:
@@ -127,7 +128,7 @@ def test_a_share_of_shared_memory_is_limited_by_the_free_bytes_of_its_mount(
 
     mount(8 * GIB >> 12, GIB >> 12)
     assert size_of(machine, 50, shared=True) == GIB // 2
-    assert caplog.messages == ["L2: 50% of 1.0 GiB free in /dev/shm = 512.0 MiB"]
+    assert messages_of(caplog, "host_memory") == ["L2: 50% of 1.0 GiB free in /dev/shm = 512.0 MiB"]
     assert size_of(machine, 50) == 10 * GIB, "private memory is elsewhere"
     mount(80 * GIB >> 12, 70 * GIB >> 12)
     assert size_of(machine, 50, shared=True) == 10 * GIB, "a mount may be larger than the memory"

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from hicache.mapping import address_of, in_parts, populate, populate_part, populate_zeroed, touch
+from tests.log_records import messages_of
 from tests.waiting import WAIT_S, wait_for
 
 PAGE = mmap.PAGESIZE
@@ -38,7 +39,7 @@ def resident_pages(mapping: mmap.mmap) -> int:
 
 
 def progress(caplog: pytest.LogCaptureFixture) -> list[str]:
-    return [record.getMessage() for record in caplog.records if record.name == "hicache.mapping"]
+    return messages_of(caplog, "mapping")
 
 
 @pytest.fixture

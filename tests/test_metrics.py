@@ -222,6 +222,7 @@ def test_series_start_at_zero_before_their_first_event() -> None:
     assert counts["hicache_worker_errors_total", (("worker", "io"),)] == 2
 
 
+@pytest.mark.usefixtures("long_back_off")
 def test_a_scrape_shows_steps_waits_copies_and_lookups() -> None:
     with closing(World(backend=guarded())) as world:
         world.serve("one", prompt(1, 2, 3))

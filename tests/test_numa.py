@@ -18,6 +18,7 @@ from hicache.mapping import address_of, populate
 from hicache.numa import NODES_MAX, bind, bind_file, numa_node
 from hicache.shared_memory import Layout, Role, SharedMemory, path_of
 from hicache.tiers import HostPool, SharedHostPool
+from tests.log_records import records_of
 
 SIZE = 1 << 20
 SHAPE = PageShape(4, (Piece("kv", 4096),))
@@ -131,11 +132,11 @@ def test_a_joining_process_finds_the_memory_of_the_first_one(node: int, name: st
 def test_a_refusal_by_the_kernel_is_a_warning_and_the_pool_starts(caplog: pytest.LogCaptureFixture, name: str) -> None:
     pool = HostPool(SHAPE, 64, node=NODES_MAX - 1)
     assert not pool.buffer.any()
-    (record,) = caplog.records
+    (record,) = records_of(caplog, "numa")
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith(f"host memory is not bound to NUMA node {NODES_MAX - 1}: mbind: ")
     SharedHostPool.open(name, SHAPE, 64, timeout_s=10, role=Role.ALONE, node=NODES_MAX - 1).unlink()
-    assert len(caplog.records) == 2
+    assert len(records_of(caplog, "numa")) == 2
 
 
 @pytest.mark.parametrize("bad", [-1, NODES_MAX, 0.5, True, "0"], ids=str)

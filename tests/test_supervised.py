@@ -17,6 +17,7 @@ import pytest
 
 from hicache.clock import ManualClock
 from hicache.supervised import RESTART_S_MAX, RESTART_S_MIN, SUBSTITUTES_MAX, NoThread, SupervisedPool
+from tests.log_records import records_of
 from tests.waiting import wait_for
 
 WAIT_S = 20.0
@@ -92,7 +93,7 @@ def test_a_failing_handler_fails_its_job_and_is_logged_once_per_kind(caplog: pyt
     assert [harness.done.get(timeout=WAIT_S) for _ in range(3)] == [fail, fail, work]
     assert harness.failed == [fail, fail]
     assert harness.pool.errors == {"ValueError": 2}
-    assert len(caplog.records) == 1
+    assert len(records_of(caplog, "supervised")) == 1
     assert harness.pool.close(WAIT_S)
 
 

@@ -22,6 +22,7 @@ from hicache.frame import HEADER_BYTES
 from tests.admin.ctl import Ctl
 from tests.admin.running import DIGEST, IDS, KEYS, PROMPT, RunningEngine, ask, file_config
 from tests.cache.world import NAMESPACE, prompt
+from tests.log_records import messages_of
 from tests.mounted import MountedSecret
 from tests.waiting import wait_for
 
@@ -329,7 +330,7 @@ def test_each_change_is_logged_in_one_line_without_prompt_or_salt(
     served.ask("PUT", "/breakers", {"mode": "off", "store": "tape"}, 404)
     served.ask("GET", "/status")
     served.ask("POST", "/lookup", {"keys": KEYS})
-    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    lines = messages_of(caplog, "admin.router")
     who = f"admin: uid {os.geteuid()}"
     assert lines == [
         f"{who}: pin a chain for 60 s: ok",

@@ -76,7 +76,7 @@ def settle(store: Store, clock: ManualClock) -> None:
     """Wait until the sweep in progress, and the one that is due now, have ended."""
     retention = retention_of(store)
     if retention._stored is not None:
-        wait_for(lambda: retention._sweeps._next_at > clock())
+        wait_for(lambda: clock() < retention._sweeps._next_at < math.inf)
 
 
 def put_earlier(store: Store, keys: Sequence[bytes]) -> None:

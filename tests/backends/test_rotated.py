@@ -18,6 +18,7 @@ from hicache.backends.rotated import Rotated, client_tls
 from hicache.config.secret import read_secret
 from hicache.errors import ConfigError
 from tests.certificates import Certificates, make_certificates
+from tests.log_records import records_of
 from tests.mounted import MountedSecret
 
 OLD, NEW = "the-old-password", "the-new-password"
@@ -66,15 +67,16 @@ def test_an_unusable_file_keeps_the_last_value_and_is_one_warning(
     found = secret(path)
     spoil(path)
     assert [found.get() for _ in range(3)] == [OLD] * 3
-    assert [(one.levelname, why in one.message) for one in caplog.records] == [("WARNING", True)]
+    (warning,) = records_of(caplog, "backends.rotated")
+    assert warning.levelname == "WARNING" and why in warning.message
     path.touch()
     path.chmod(0o600)
     path.write_text(NEW)
     assert found.get() == NEW
-    assert [one.levelname for one in caplog.records] == ["WARNING", "INFO"]
+    assert [one.levelname for one in records_of(caplog, "backends.rotated")] == ["WARNING", "INFO"]
     assert OLD not in caplog.text and NEW not in caplog.text
     spoil(path)
-    assert found.get() == NEW and len(caplog.records) == 3, "the next trouble is a new warning"
+    assert found.get() == NEW and len(records_of(caplog, "backends.rotated")) == 3, "the next trouble is a new warning"
 
 
 def rejecting(*wrong: str) -> Callable[[str | None], str]:

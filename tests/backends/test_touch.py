@@ -13,6 +13,7 @@ from hicache.backends.compose import Levels, Shards
 from hicache.backends.compose.sharded import ShardCodec
 from hicache.backends.faults import Faults
 from hicache.backends.guard import Override, Verb
+from hicache.backends.limit import LIST_INTERVAL_S
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.storage import Storage
 from hicache.backends.store import UNGUARDED, Store
@@ -57,7 +58,8 @@ def file_store(path: Path) -> Storage:
 
 
 def limited_store(path: Path) -> Storage:
-    return limited_file(path / "limited", capacity_bytes=FULL + PAGE).backend
+    # A sweep begins only when a page is rejected: one that runs during a touch would not know of it.
+    return limited_file(path / "limited", capacity_bytes=FULL + PAGE, interval_s=LIST_INTERVAL_S).backend
 
 
 STORES: dict[str, Callable[[Path], Storage]] = {

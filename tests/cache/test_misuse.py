@@ -14,6 +14,7 @@ from hicache.tiers import create_device_pool
 from tests.cache.host_world import HostWorld
 from tests.cache.ranked import decisions
 from tests.cache.world import GEOMETRY, GatedBackend, StepClock, World, prompt
+from tests.log_records import messages_of, records_of
 
 KEY = prompt(1, 2, 3)
 
@@ -123,11 +124,11 @@ def test_a_cache_that_is_not_polled_warns_once(caplog: pytest.LogCaptureFixture)
     clock.advance(0.9 * UNPOLLED_S)
     for number in range(CALLS_PER_LOOK):
         world.cache.check_prefetch_progress(f"b{number}")
-    assert not caplog.records
+    assert not messages_of(caplog, "cache.misuse")
     clock.advance(0.2 * UNPOLLED_S)
     for number in range(2 * CALLS_PER_LOOK):
         world.cache.check_prefetch_progress(f"c{number}")
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert [record.levelname for record in records_of(caplog, "cache.misuse")] == ["WARNING"]
     assert "poll() was not called for 11 s, in which 16 calls for requests were made" in caplog.text
     world.leave()
 
@@ -143,7 +144,7 @@ def test_a_cache_that_is_polled_or_has_nothing_in_flight_does_not_warn(caplog: p
     for number in range(2 * CALLS_PER_LOOK):
         world.cache.check_prefetch_progress(f"s{number}")
         clock.advance(UNPOLLED_S)
-    assert not caplog.records
+    assert not messages_of(caplog, "cache.misuse")
     world.leave()
 
 
@@ -154,16 +155,16 @@ def test_requests_that_never_end_are_named_when_another_cannot_begin(caplog: pyt
         world.admit(rid, key)
     waiting = prompt(5, 6, 7, 8)
     for _ in range(3):
-        assert world.cache.begin_request("waiting", waiting) is None and not caplog.records
+        assert world.cache.begin_request("waiting", waiting) is None and not messages_of(caplog, "cache.misuse")
         clock.advance(STARVED_S / 2.5)
     assert world.cache.begin_request("waiting", waiting) is None
     assert world.cache.begin_request("waiting", waiting) is None
-    (line,) = caplog.messages
+    (line,) = messages_of(caplog, "cache.misuse")
     assert "request 'waiting' has found no room on L1 for 36 s" in line
     assert "2 running requests use most: 'large' (4), 'small' (2)" in line
     clock.advance(STARVED_LOG_S)
     world.cache.begin_request("waiting", waiting)
-    assert len(caplog.messages) == 2
+    assert len(messages_of(caplog, "cache.misuse")) == 2
     world.leave()
 
 
@@ -176,4 +177,4 @@ def test_a_request_that_waits_a_while_and_begins_is_not_a_mistake(caplog: pytest
         clock.advance(0.9 * STARVED_S)
         world.cache.cache_finished_req(running, None)
         world.cache.cache_finished_req(world.begin("b", prompt(3, 4)), None)
-    assert not caplog.records
+    assert not messages_of(caplog, "cache.misuse")

@@ -19,6 +19,7 @@ from hicache.daemon.history import FaultKind, History
 from hicache.daemon.history_file import BYTES_MAX, HistoryFile
 from tests.daemon.daemons import NAMESPACE, Daemon
 from tests.daemon.snapshots import namespace, node
+from tests.log_records import messages_of
 from tests.waiting import wait_for
 
 
@@ -48,7 +49,7 @@ def path(tmp_path: Path) -> Path:
 def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
     """Return the log so far."""
     caplog.set_level(logging.INFO, "hicache")
-    return lambda: [record.getMessage() for record in caplog.records]
+    return lambda: messages_of(caplog, "daemon.history_file")
 
 
 def test_a_saved_history_is_restored_whole_and_is_private(path: Path, lines: Callable[[], list[str]]) -> None:

@@ -6,12 +6,17 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from .process import ROOT, serve
+from tests.waiting import wait_for
+
+from .process import ROOT, EngineProcess, serve
 
 PAGE_TOKENS = 16
+# Longer than the deadline of a write.
+_AGAIN_S = 10.0
 _ON_A_CPU = ROOT / "tests" / "engines" / "sglang_cpu"
 
 
@@ -56,6 +61,26 @@ def sglang_environ(**more: str) -> dict[str, str]:
     return {"PYTHONPATH": f"{_ON_A_CPU}:{ROOT}", "SGLANG_USE_CPU_ENGINE": "1", **more}
 
 
+def flush(engine: EngineProcess) -> None:
+    """Empty the engine's device and host memory."""
+    wait_for(lambda: engine.call("flush"), pause_s=0.05)
+
+
+def wait_until_stored(engine: EngineProcess, prompts: list[list[int]], stored: Callable[[], bool]) -> None:
+    """Wait until `stored()`. Compute the prompts again every few seconds: SGLang does not repeat a write that failed,
+    as one does that exceeds its deadline on a busy machine."""
+    next_s = time.monotonic() + _AGAIN_S
+
+    def again() -> None:
+        nonlocal next_s
+        if time.monotonic() > next_s:
+            flush(engine)
+            engine.call("generate", prompts=prompts)
+            next_s = time.monotonic() + _AGAIN_S
+
+    wait_for(stored, again)
+
+
 def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     from sglang import Engine  # noqa: PLC0415
     from sglang.srt.mem_cache.cpp_utils.native_hash import get_native_hash  # noqa: PLC0415
@@ -70,7 +95,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         answers = [engine.generate(input_ids=prompt, sampling_params=sampling) for prompt in prompts]
         return [{"tokens": each["output_ids"], "cached": each["meta_info"]["cached_tokens"]} for each in answers]
 
-    def flush() -> bool:
+    def flush_cache() -> bool:
         """Empty device and host memory. Return False while a request is still in flight."""
         return bool(engine.flush_cache().success)
 
@@ -79,7 +104,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         success, message, *_ = engine.update_weights_from_disk(model)
         return "" if success else str(message)
 
-    return {"generate": generate, "flush": flush, "update_weights": update_weights}
+    return {"generate": generate, "flush": flush_cache, "update_weights": update_weights}
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from tests.waiting import wait_for
 
 from .process import EngineProcess
 from .prompts import prompts, write_config
-from .sglang_engine import PAGE_TOKENS, sglang_environ, sglang_options
+from .sglang_engine import PAGE_TOKENS, flush, sglang_environ, sglang_options, wait_until_stored
 
 # The tokens of a prompt of 300 that can be cached; the last token is computed.
 CACHED = 299 // PAGE_TOKENS * PAGE_TOKENS
@@ -81,10 +81,6 @@ def generate(engine: EngineProcess, asked: list[list[int]]) -> Answers:
     return answers
 
 
-def flush(engine: EngineProcess) -> None:
-    wait_for(lambda: engine.call("flush"), pause_s=0.05)
-
-
 def update(engine: EngineProcess, model: Path) -> None:
     """Load other weights in place. Retry, because SGLang fails while a request is still in flight."""
     wait_for(lambda: engine.call("update_weights", model=str(model)) == "", pause_s=0.05)
@@ -115,7 +111,7 @@ def cold(engine: EngineProcess, folder: Path, asked: list[list[int]]) -> Answers
     answers = generate(engine, asked)
     assert cached(answers) == [0] * len(asked)
     keys = {key.hex() for prompt in asked for key in page_keys(token_bytes(prompt), PAGE_TOKENS)}
-    wait_for(lambda: keys <= stored(folder).keys())
+    wait_until_stored(engine, asked, lambda: keys <= stored(folder).keys())
     return answers
 
 

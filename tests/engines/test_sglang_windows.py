@@ -11,12 +11,11 @@ import pytest
 
 from hicache.frame import HEADER_BYTES, FrameCodec, FrameHeader, unseal
 from hicache.keys import page_keys, token_bytes
-from tests.waiting import wait_for
 
 from .model import WINDOW, save_model
 from .process import EngineProcess
 from .prompts import prompts, write_config
-from .sglang_engine import PAGE_TOKENS, sglang_environ, sglang_options
+from .sglang_engine import PAGE_TOKENS, flush, sglang_environ, sglang_options, wait_until_stored
 
 # The tokens of a prompt of 300 that can be cached; the last token is computed.
 CACHED = 299 // PAGE_TOKENS * PAGE_TOKENS
@@ -61,9 +60,11 @@ def cold(engine: EngineProcess, folder: Path, prompt: list[int]) -> list[int]:
     """Compute a new prompt, and wait until its pages are stored. Return the tokens."""
     tokens, cached = generate(engine, prompt)
     assert cached == 0
-    wait_for(lambda: {kind: len(pages) for kind, pages in stored(folder, prompt).items()}
-             == {False: CACHED // PAGE_TOKENS, True: WINDOW_PAGES})  # fmt: skip
-    wait_for(lambda: engine.call("flush"), pause_s=0.05)
+    expected = {False: CACHED // PAGE_TOKENS, True: WINDOW_PAGES}
+    wait_until_stored(
+        engine, [prompt], lambda: {kind: len(pages) for kind, pages in stored(folder, prompt).items()} == expected
+    )
+    flush(engine)
     return tokens
 
 
