@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -61,10 +60,7 @@ def test_the_locks_of_a_killed_engine_end_with_it_even_if_its_child_lives(root: 
         assert engine.wait() == -signal.SIGKILL
         keys = make_keys(8, "new")
         # The engine had reserved the whole capacity, so its owner file must be unlocked too.
-        stored = store.backend.batch_set(
-            keys, full_frames(CODEC, keys), parent=None, deadline=time.monotonic() + 5
-        )
-        assert (stored, dict(store.backend.statistics().errors)) == ([STORED] * 8, {})
+        assert (store_chain(store, keys), dict(store.backend.statistics().errors)) == ([STORED] * 8, {})
         assert temporary_files(root) == [f"{file_driver(store)._store.owner}.alive"]
         os.close(ended)
     os.close(alive)

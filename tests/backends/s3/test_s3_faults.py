@@ -149,8 +149,8 @@ def test_a_page_that_does_not_arrive_is_an_error_and_the_object_stays(
     stub: StubS3, raw: StoredPages, what: str
 ) -> None:
     head, body, then, kinds = REPLIES[what]
-    store = open_on(stub, timeout=1.0 if then == "hang" else PATIENCE_S)
-    key, data = _page(store, stub)
+    store = open_on(stub, timeout=1.0) if then == "hang" else open_on(stub)
+    key, data = _page(open_on(stub), stub)
     sent = f"HTTP/1.1 200 OK\r\n{head.format(size=len(data))}".encode() + body(data)
     stub.fault = lambda request: Answer(sent, then) if request.method == "GET" else None
     assert load(store, [key]) == [GET_ERROR]
@@ -160,7 +160,7 @@ def test_a_page_that_does_not_arrive_is_an_error_and_the_object_stays(
             raw.read(StoredPage(NAMESPACE, key, len(data), None), 256)
     assert stub.objects == {name(key): data}
     stub.fault = lambda request: None
-    assert load(store, [key]) == [HIT]
+    wait_for(lambda: load(store, [key]) == [HIT])
 
 
 @pytest.mark.parametrize("size", [0, 1, PAGE - 1, PAGE + 1, PAGE * 2, 10**12])
