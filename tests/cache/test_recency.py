@@ -239,6 +239,8 @@ def test_uses_of_pages_that_are_not_stored_are_not_sent() -> None:
         world.serve(rid, HOT)
     send_uses(world)
     assert store.touched == []
+    # The store stays open; it would report in the log of a later test that it keeps nothing.
+    world.cache.storage.override(Direction.WRITE, Override.AUTO)
 
 
 def test_a_bounded_number_of_uses_waits_for_a_store_that_hangs_and_dropped_uses_are_counted(
