@@ -58,7 +58,7 @@ def file_store(path: Path) -> Storage:
 
 
 def limited_store(path: Path) -> Storage:
-    # A sweep begins only when a page is rejected: one that runs during a touch would not know of it.
+    # A sweep begins only when more pages come (`crowd`): one that runs during a touch would not know of it.
     return limited_file(path / "limited", capacity_bytes=FULL + PAGE, interval_s=LIST_INTERVAL_S).backend
 
 

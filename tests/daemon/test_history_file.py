@@ -47,7 +47,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def lines(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
-    """Return the log so far."""
+    """Return the lines of the history's file in the log so far."""
     caplog.set_level(logging.INFO, "hicache")
     return lambda: messages_of(caplog, "daemon.history_file")
 
