@@ -24,6 +24,7 @@ from hicache.backends.testing import HIT, MISS, SET_ERROR, STORED, load, make_ke
 from hicache.clock import ManualClock
 from hicache.errors import BackendUnavailable
 from tests.fuse import mounted
+from tests.waiting import wait_for
 
 from ._files import (
     CODEC,
@@ -402,6 +403,8 @@ def test_a_second_mount_of_a_directory_on_this_machine_is_refused_while_the_firs
         assert load(second, make_keys(3)) == [HIT] * 3
         second.backend.close()
         first.backend.close()
+        # FUSE keeps a file that is removed while it is open as `.fuse_hidden*` until it has handled the close.
+        wait_for(lambda: temporary_files(source / "s") == [])
         other = open_file(two / "s")
         assert store_chain(other, make_keys(2, "other")) == [STORED] * 2
         assert load(other, make_keys(1, "none")) == [MISS]
