@@ -121,10 +121,10 @@ class _Batch:
         self._work = _no_work
         self.run()
 
-    def wait(self, deadline: float = math.inf) -> bool:
+    def wait(self, timeout_s: float = -1) -> bool:
         """Wait for the pages that other threads have taken, then drop the reference to the work: a busy thread may find
-        this batch in the queue much later. Return False if a page has not ended by `deadline`."""
-        ended = self._unfinished.acquire(timeout=_seconds_until(deadline))
+        this batch in the queue much later. Return False if a page has not ended after `timeout_s`; -1 is no limit."""
+        ended = self._unfinished.acquire(timeout=timeout_s)
         self._work = _no_work
         return ended
 
@@ -132,11 +132,6 @@ class _Batch:
     def left(self) -> int:
         """The number of pages that have not ended."""
         return self._left
-
-
-def _seconds_until(deadline: float) -> float:
-    """Return the timeout of a lock for a deadline of the system's clock."""
-    return max(0.0, min(deadline - time.monotonic(), threading.TIMEOUT_MAX))
 
 
 class _Call(Generic[Result]):
@@ -173,9 +168,9 @@ class _Call(Generic[Result]):
             if self._late is not None:
                 self._late(self._result)
 
-    def wait(self, deadline: float) -> Result | None:
-        """Return the result, or None if the call has not ended by `deadline`. Raises the exception of the function."""
-        self._unfinished.acquire(timeout=_seconds_until(deadline))
+    def wait(self, timeout_s: float) -> Result | None:
+        """Return the result, or None if the call has not ended after `timeout_s`. Raises the function's exception."""
+        self._unfinished.acquire(timeout=timeout_s)
         with self._lock:
             if not self._ended:
                 self._abandoned = True
@@ -204,8 +199,8 @@ class SupervisedPool(Generic[Job]):
     stuck. `fail` marks a job whose handler raised or whose thread died. `acknowledge` is called once per job, on its
     thread, or in `close` for a job that no thread has taken. `on_error` is called after each exception on a thread.
 
-    `clock` measures patience and back-offs. The deadline of a `call` or `run_until`, idle times and `close` are
-    real time: they limit calls of the operating system.
+    `clock` measures patience and back-offs, and the deadline of a `call` or `run_until` is a time of it. How long they
+    wait, idle times and `close` are real time: they limit calls of the operating system.
     """
 
     def __init__(  # noqa: PLR0913 - its callbacks and limits
@@ -324,7 +319,7 @@ class SupervisedPool(Generic[Job]):
         batch = _Batch(count, work)
         for _ in range(count):  # an exception ends one of these, and one call
             self._queue.put(batch.run)
-        if not count or batch.wait(deadline):
+        if not count or batch.wait(self._seconds_until(deadline)):
             return True
         batch.give_up()
         with self._state:
@@ -355,7 +350,10 @@ class SupervisedPool(Generic[Job]):
                 self._load -= 1
                 raise NoThread(f"pool {self.name}: the system cannot start more threads")
             self._queue.put(call.run)
-        return call.wait(deadline)
+        return call.wait(self._seconds_until(deadline))
+
+    def _seconds_until(self, deadline: float) -> float:
+        return max(0.0, min(deadline - self.clock(), threading.TIMEOUT_MAX))
 
     def supervise(self) -> None:
         """Replace dead and stuck threads. Cheap: a scheduler can call it every few steps. Does not block."""

@@ -457,6 +457,24 @@ def test_a_call_in_time_returns_its_result_or_raises_its_error(linger_s: float |
     assert pool.close() and not late and not pool.errors
 
 
+@pytest.mark.parametrize("hours", [-1, 1])
+def test_deadlines_are_times_of_the_clock_of_the_pool(hours: int) -> None:
+    """Also where the system's clock has passed them, or is an hour behind."""
+    clock = ManualClock()
+    clock.advance(3600.0 * hours)
+    pool, hang = SupervisedPool[Any]("test", 3, clock=clock), Hang()
+
+    def answer() -> int:
+        time.sleep(0.05)
+        return 7
+
+    assert pool.call(answer, clock() + WAIT_S) == 7
+    assert pool.run_until(3, lambda number: time.sleep(0.05), clock() + WAIT_S)
+    assert pool.call(hang, clock() + 0.1) is None
+    hang.go.set()
+    assert pool.close(WAIT_S)
+
+
 def test_an_abandoned_call_reports_its_result_once_at_its_end() -> None:
     pool, hang, late = calling(), Hang(), list[object]()
     leave(pool, hang, late.append)

@@ -5,9 +5,8 @@ driver only moves bytes. It is called with at least one key, before the deadline
 block until the deadline, and touches no buffer after it has returned.
 
 A `deadline` is a time of the store's clock (`hicache.clock`). A factory with a parameter of the type `Clock` gets that
-clock, for back-offs and pauses. The limit of a system call may compare the deadline with `time.monotonic()`: only tests
-and simulations have another clock. It starts at the system's time, so a test that has advanced it gives such a call
-more time than the deadline says.
+clock, for deadlines, back-offs and pauses: a system call may take `deadline - clock()` seconds. Only tests and
+simulations have another clock than the system's.
 
 A page is named by its namespace and its key, 32 bytes each; `pages.codec.namespace` is the namespace of a read or
 write. A driver serves every namespace, so that operators' tools work on it too (see `stored`). An engine opens it with

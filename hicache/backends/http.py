@@ -20,11 +20,11 @@ import socket
 import ssl
 import struct
 import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias, TypeVar
 
+from ..clock import SYSTEM_CLOCK, Clock
 from ..frame import TagStream, fill, first_bytes, without_first
 from .errors import ErrorKind, StoreError, kind_of_exception, words_of_exception
 from .refreshed import Refreshed
@@ -138,8 +138,9 @@ def request_head(method: str, target: str, headers: Mapping[str, str], origin: s
 class Connection:
     """One connection to the store. Not thread-safe. `is_reusable` is True after a reply was read to its end."""
 
-    def __init__(self, sock: socket.socket, timeout_s: float) -> None:
+    def __init__(self, sock: socket.socket, timeout_s: float, clock: Clock = SYSTEM_CLOCK) -> None:
         self._sock = sock
+        self._clock = clock
         self._is_tls = isinstance(sock, ssl.SSLSocket)
         self._timeout_s = timeout_s
         self._set_s = -1.0
@@ -152,7 +153,7 @@ class Connection:
 
     def _limit(self, deadline: float) -> None:
         """Set the timeout of the next operation. Raises TimeoutError after the deadline."""
-        left = min(self._timeout_s, deadline - time.monotonic())
+        left = min(self._timeout_s, deadline - self._clock())
         if left <= 0:
             raise TimeoutError
         if left != self._set_s:
@@ -350,9 +351,10 @@ def resolve(server: Server) -> Sequence[Address]:
 class ConnectionPool:
     """Connections to one server: the idle ones, latest first, and any number of new ones."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, clock: Clock = SYSTEM_CLOCK) -> None:
         self._server = server
-        self._addresses = Refreshed("resolver", lambda: resolve(server), _ADDRESSES_AGE_MAX_S)
+        self._clock = clock
+        self._addresses = Refreshed("resolver", lambda: resolve(server), _ADDRESSES_AGE_MAX_S, clock=clock)
         self._lock = threading.Lock()
         self._idle: list[Connection] = []
 
@@ -441,21 +443,21 @@ class ConnectionPool:
             if server.tls is not None:
                 sock.settimeout(self._time_left(deadline))
                 sock = server.tls.get().wrap_socket(sock, server_hostname=server.name)
-            return Connection(sock, server.timeout_s)
+            return Connection(sock, server.timeout_s, self._clock)
         except BaseException:
             sock.close()
             raise
 
     def _time_left(self, deadline: float) -> float:
         """Return the seconds for the next step of connecting. Raises TimeoutError after the deadline."""
-        left = min(self._server.connect_timeout_s, deadline - time.monotonic())
+        left = min(self._server.connect_timeout_s, deadline - self._clock())
         if left <= 0:
             raise TimeoutError
         return left
 
     def _ask_proxy(self, sock: socket.socket, deadline: float) -> None:
         """Request a tunnel to the store from the proxy (RFC 9110, 9.3.6). Raises OSError and StoreError."""
-        tunnel, connection = self._server.tunnel, Connection(sock, self._server.connect_timeout_s)
+        tunnel, connection = self._server.tunnel, Connection(sock, self._server.connect_timeout_s, self._clock)
         login = f"proxy-authorization: {self._server.proxy_login}\r\n" if self._server.proxy_login else ""
         connection.send(f"CONNECT {tunnel} HTTP/1.1\r\nhost: {tunnel}\r\n{login}\r\n".encode("ascii"), (), deadline)
         try:

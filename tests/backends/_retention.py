@@ -31,7 +31,7 @@ from hicache.backends.testing import (
 from hicache.clock import Clock, ManualClock
 from hicache.frame import Compression, FrameCodec, FrameHeader, PageBuffer, header_of
 from tests.clocks import At
-from tests.waiting import wait_for
+from tests.waiting import WAIT_S, wait_for
 
 MAX_AGE_S = 3600.0
 # The header has whole seconds, so a page expires up to a second early. Tests stay this far from the limit.
@@ -161,6 +161,17 @@ class RetentionContract:
         wait_for(lambda: stores.listed() == [], lambda: clock.advance(10.0), pause_s=0.05)
         wait_for(lambda: aged.statistics().expired_pages == 6)
         assert sorted(evicted) == sorted(KEYS) and dict(aged.statistics().errors) == {}
+
+    def test_deadlines_are_times_of_the_clock_of_the_store(self, stores: Stores, clock: ManualClock) -> None:
+        clock.advance(-MAX_AGE_S)  # as if it had stood still for so long
+        store, deadline = stores.open(), clock() + WAIT_S
+        frames, into = full_frames(store.codec, KEYS), empty_frames(store.codec, 3)
+        assert store.batch_set(KEYS, frames, parent=None, deadline=deadline) == [STORED] * 3
+        assert store.batch_exists(KEYS, deadline=deadline) == 3
+        assert store.batch_get(KEYS, into, deadline=deadline) == [HIT] * 3
+        assert store.batch_touch(KEYS, deadline=deadline) == []
+        assert store.delete(KEYS, deadline=deadline) == 3
+        assert dict(store.statistics().errors) == {}
 
     def test_a_page_of_an_earlier_version_is_a_miss_only_with_an_age(self, stores: Stores) -> None:
         plain = stores.open()

@@ -86,8 +86,8 @@ def stores(request: pytest.FixtureRequest, tmp_path: Path, clock: ManualClock) -
 class Listed(StoredPages):
     """Pages that are listed once, at the start."""
 
-    def __init__(self, driver: FileDriver | SharedFilesDriver) -> None:
-        super().__init__(cast(Inspects, driver), "listed")  # the sweep of files reads no headers
+    def __init__(self, driver: FileDriver | SharedFilesDriver, clock: ManualClock) -> None:
+        super().__init__(cast(Inspects, driver), "listed", clock)  # the sweep of files reads no headers
         self.found = list(super().pages())
 
     def pages(self, namespace: str = "") -> Iterator[StoredPage]:
@@ -110,7 +110,7 @@ def test_a_page_that_was_stored_again_since_the_listing_stays(tmp_path: Path, cl
     assert isinstance(driver, FileDriver | SharedFilesDriver)
     if isinstance(driver, SharedFilesDriver):
         assert driver.begin_sweep(needs_room=False)
-    stored = Listed(driver)
+    stored = Listed(driver, clock)
     clock.advance(MAX_AGE_S + EDGE_S)
     assert store.backend.delete(KEYS[:2], deadline=FAR) == 2
     assert put(store.backend, KEYS[:2]) == [STORED] * 2
@@ -166,7 +166,7 @@ def test_a_shared_page_that_is_used_expires_by_its_header_which_is_read_once(
     put(store.backend, KEYS)
     driver = shared_driver(store)
     assert driver.begin_sweep(needs_room=False)
-    stored = Reading(driver, "shared")
+    stored = Reading(driver, "shared", clock)
     retention = Retention(NAMESPACE, stored, max_age_s=MAX_AGE_S, clock=clock)
     for _ in range(3):
         clock.advance(MAX_AGE_S / 3 - EDGE_S)
@@ -187,7 +187,7 @@ def test_the_known_time_of_a_page_is_not_that_of_the_page_that_replaced_it(tmp_p
     put(store.backend, KEYS)
     driver = shared_driver(store)
     assert driver.begin_sweep(needs_room=False)
-    retention = Retention(NAMESPACE, StoredPages(driver, "shared"), max_age_s=MAX_AGE_S, clock=clock)
+    retention = Retention(NAMESPACE, StoredPages(driver, "shared", clock), max_age_s=MAX_AGE_S, clock=clock)
     retention._sweep_once()
     clock.advance(MAX_AGE_S + EDGE_S)
     store.backend.delete(KEYS[:1], deadline=FAR)

@@ -131,12 +131,12 @@ def hanging(root: Path, returns: threading.Event, clock: ManualClock) -> SharedF
 def test_after_calls_that_were_only_late_the_next_one_waits_for_a_thread(tmp_path: Path) -> None:
     returns, clock = threading.Event(), ManualClock()
     driver = hanging(tmp_path / "pages", returns, clock)
-    clock.advance(WAIT_S)  # its time does not pass while the test waits
     keys = make_keys(3)
-    assert driver.find(NAMESPACE, keys, soon(0.01)) == ["deadline"] * 3
+    assert driver.find(NAMESPACE, keys, clock() + 0.01) == ["deadline"] * 3
+    clock.advance(-WAIT_S)  # the wait for a thread ends at a time of this clock, which is now far away
     late = threading.Timer(0.02, returns.set)
     late.start()
-    assert driver.find(NAMESPACE, keys, soon()) == [False] * 3
+    assert driver.find(NAMESPACE, keys, clock() + 2 * WAIT_S) == [False] * 3
     late.join()
     driver.close()
 
@@ -145,10 +145,10 @@ def test_after_calls_that_hang_the_next_one_fails_at_once(tmp_path: Path) -> Non
     """The control."""
     returns, clock = threading.Event(), ManualClock()
     driver = hanging(tmp_path / "pages", returns, clock)
-    assert driver.find(NAMESPACE, make_keys(3), soon(0.01)) == ["deadline"] * 3
+    assert driver.find(NAMESPACE, make_keys(3), clock() + 0.01) == ["deadline"] * 3
     clock.advance(1.0)
     with pytest.raises(StoreError, match="hangs"):
-        driver.find(NAMESPACE, make_keys(3), soon())
+        driver.find(NAMESPACE, make_keys(3), clock() + WAIT_S)
     returns.set()
     driver.close()
 

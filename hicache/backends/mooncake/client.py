@@ -13,11 +13,11 @@ from __future__ import annotations
 import math
 import os
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
+from ...clock import SYSTEM_CLOCK, Clock
 from ...config.mooncake_storage import MooncakeStorageOptions
 from ...errors import BackendError, BackendUnavailable, ConfigError, MissingPackage, install_hint
 from ...supervised import LINGER_S, NoThread, SupervisedPool
@@ -35,7 +35,9 @@ _lock = threading.Lock()
 _clients: dict[tuple[object, ...], Client] = {}
 
 
-def join_store(options: MooncakeStorageOptions, name: str) -> tuple[Client, SupervisedPool[Any]]:
+def join_store(
+    options: MooncakeStorageOptions, name: str, clock: Clock = SYSTEM_CLOCK
+) -> tuple[Client, SupervisedPool[Any]]:
     """Return this process's client for the store in `options`, set up if there is none; and threads, named after
     `name`, for calls that a verb may abandon. The library cannot be interrupted, and waits 30 s for a hanging daemon.
 
@@ -46,7 +48,7 @@ def join_store(options: MooncakeStorageOptions, name: str) -> tuple[Client, Supe
         options.master, options.daemon, options.segment, options.host, options.metadata, options.protocol,
         options.devices,
     )  # fmt: skip
-    pool = SupervisedPool[Any](name, THREADS_MAX, linger_s=LINGER_S)
+    pool = SupervisedPool[Any](name, THREADS_MAX, linger_s=LINGER_S, clock=clock)
     try:
         with _lock:
             client = _clients.get(place)
@@ -107,7 +109,7 @@ class Client:
         setup = self._setup(options)
         # If the library hangs during setup, this process loses one thread.
         try:
-            done = pool.call(lambda: [setup()], time.monotonic() + _SETUP_S)
+            done = pool.call(lambda: [setup()], pool.clock() + _SETUP_S)
         except NoThread as error:
             raise BackendUnavailable(f"mooncake store: {error}") from None
         if done != [codes.OK]:

@@ -74,7 +74,7 @@ class ClientSession:
         self.users = 0
         self.retired = False
         self.names = Names(options.prefix)
-        self.client, self._pool = join_store(options, "mooncake")
+        self.client, self._pool = join_store(options, "mooncake", clock)
         try:
             self.paths = PathSelector(self.client, self._pool, frame_bytes, options.staging, clock)
         except BackendError:

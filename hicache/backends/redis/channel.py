@@ -18,12 +18,12 @@ import select
 import socket
 import ssl
 import struct
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 from redis.exceptions import ResponseError
 
+from ...clock import SYSTEM_CLOCK, Clock
 from ...frame import TagStream, first_bytes, without_first
 from ..errors import ErrorKind, StoreError
 from .errors import ErrorReply, failure_of
@@ -87,7 +87,11 @@ class Channel:
     Every method that moves bytes raises StoreError, after which the channel is broken.
     """
 
-    def __init__(self, timeout_s: float, deadline: float = math.inf, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self, timeout_s: float, deadline: float = math.inf, tls: ssl.SSLContext | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:  # fmt: skip
+        self._clock = clock
         self._timeout_s = timeout_s
         self._deadline = deadline
         self._tls = tls
@@ -173,7 +177,7 @@ class Channel:
 
     def _arm(self, deadline: float) -> None:
         """Set the timeout of the next socket operation from the deadline. Raises TimeoutError after the deadline."""
-        wait_s = deadline - time.monotonic()
+        wait_s = deadline - self._clock()
         if wait_s <= 0:
             raise TimeoutError
         wait_s = min(wait_s, self._timeout_s)
@@ -190,7 +194,7 @@ class Channel:
 
     def _broken_by(self, error: OSError, deadline: float) -> StoreError:
         self.close()
-        if isinstance(error, (TimeoutError, BlockingIOError)) and time.monotonic() >= deadline:
+        if isinstance(error, (TimeoutError, BlockingIOError)) and self._clock() >= deadline:
             return StoreError(ErrorKind.DEADLINE)
         return failure_of(error)
 

@@ -15,7 +15,6 @@ Locking design: `_dials` limits those threads and decides whether a connection g
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -23,6 +22,7 @@ from redis.connection import Connection, UnixDomainSocketConnection
 from redis.credentials import CredentialProvider
 from redis.exceptions import RedisError
 
+from ...clock import SYSTEM_CLOCK, Clock
 from ...config.addresses import Address
 from ...supervised import NoThread, SupervisedPool
 from ..errors import ErrorKind, StoreError
@@ -50,9 +50,10 @@ class Connector:
     """Opens channels to servers and queries sentinels. Thread-safe. Its methods block at most until their deadline, and
     for at most `timeout` per server or sentinel."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: Access, clock: Clock = SYSTEM_CLOCK) -> None:
         self._access = access
-        self._dials = SupervisedPool[Any]("redis-connect", _ATTEMPTS_MAX, linger_s=0.0)
+        self._clock = clock
+        self._dials = SupervisedPool[Any]("redis-connect", _ATTEMPTS_MAX, linger_s=0.0, clock=clock)
         self._first_sentinel = 0  # the sentinel to query first: the last that answered, or the next after a failed one
 
     def open(self, endpoint: Endpoint, deadline: float, *, read_only: bool, no_touch: bool) -> Channel:
@@ -131,27 +132,30 @@ class Connector:
         self, endpoint: Endpoint, provider: CredentialProvider | None, orders: Sequence[Sequence[bytes]],
         deadline: float,
     ) -> _Opened:
-        wait_s = min(deadline - time.monotonic(), self._access.options.timeout)
-        by = time.monotonic() + wait_s
+        by = min(deadline, self._clock() + self._access.options.timeout)
+
+        def dial() -> _Opened | StoreError:
+            return _open(endpoint, self._access, provider, orders, by, self._clock)
+
         try:
-            opened = self._dials.call(lambda: _open(endpoint, self._access, provider, orders, by), by, late=_close)
+            opened = self._dials.call(dial, by, late=_close)
         except NoThread:
             opened = StoreError(ErrorKind.NO_THREAD)
         if isinstance(opened, tuple):
             return opened
         if opened is None or opened.kind == ErrorKind.DEADLINE:
-            opened = StoreError(ErrorKind.TIMEOUT if wait_s == self._access.options.timeout else ErrorKind.DEADLINE)
+            opened = StoreError(ErrorKind.TIMEOUT if by < deadline else ErrorKind.DEADLINE)
         raise opened
 
 
 def _open(
     endpoint: Endpoint, access: Access, provider: CredentialProvider | None, orders: Sequence[Sequence[bytes]],
-    by: float,
+    by: float, clock: Clock,
 ) -> _Opened | StoreError:
     """Open a connection, on a thread of the connector. Blocks. Returns a failure instead of raising it: the chain of
     exceptions must not hold texts of the server, of the TLS library or of a provider, which may quote secrets."""
     timeout_s = access.options.timeout
-    channel = Channel(timeout_s, by, None if access.tls is None else access.tls.get())
+    channel = Channel(timeout_s, by, None if access.tls is None else access.tls.get(), clock)
     kind: Any
     place: dict[str, object]
     if isinstance(endpoint, UnixSocket):

@@ -57,7 +57,7 @@ def open_servers(
     Blocks. Raises BackendUnavailable, and ConfigError if the servers run in a different mode.
     """
     access = open_access(options)
-    connector = Connector(access)
+    connector = Connector(access, clock)
     pools = Pools(connector, options.connections, clock)
     deadline = clock() + options.open_timeout
     where = access.where

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlencode
@@ -70,7 +69,7 @@ class DaemonClient:
     def __init__(self, access: Access, clock: Clock = SYSTEM_CLOCK) -> None:
         self.access = access
         self.clock = clock
-        self._pool = ConnectionPool(access.server)
+        self._pool = ConnectionPool(access.server, clock)
 
     def call(
         self,
@@ -90,7 +89,7 @@ class DaemonClient:
         def read(connection: Connection, head: Head) -> Mapping[str, Any]:
             return _fields(self._small(connection, head, until))
 
-        until = time.monotonic() + left_s + GRACE_S
+        until = self.clock() + left_s + GRACE_S
         return self._exchange(method, path, _JSON, [memoryview(body)], read, until, may_repeat=may_repeat)
 
     def send_pages(
@@ -102,7 +101,7 @@ class DaemonClient:
         def read(connection: Connection, head: Head) -> Mapping[str, Any]:
             return _fields(self._small(connection, head, until))
 
-        until = time.monotonic() + left_s + GRACE_S
+        until = self.clock() + left_s + GRACE_S
         target = f"{path}?{urlencode({**query, 'timeout_s': left_s})}"
         return self._exchange("POST", target, "application/octet-stream", pages, read, until)
 
@@ -118,7 +117,7 @@ class DaemonClient:
             if take(connection, head.length, until):
                 connection.finish()
 
-        until = time.monotonic() + left_s + GRACE_S
+        until = self.clock() + left_s + GRACE_S
         self._exchange("POST", path, _JSON, [memoryview(body)], read, until)
 
     def close(self) -> None:

@@ -233,7 +233,7 @@ def _from_file(path: Path, section: str) -> Credentials:
 def _from_boto(options: S3StorageOptions, session: Any, deadline: float, clock: Clock) -> CredentialsSource:
     from botocore.credentials import RefreshableCredentials  # noqa: PLC0415
 
-    found = _found_by(session, deadline)
+    found = _found_by(session, deadline, clock)
     if isinstance(found, RefreshableCredentials):
         return Refreshed(
             "s3-credentials", lambda: _frozen(found), _CREDENTIALS_AGE_MAX_S, _CREDENTIALS_USABLE_S, clock
@@ -242,7 +242,7 @@ def _from_boto(options: S3StorageOptions, session: Any, deadline: float, clock: 
     def load() -> Credentials:
         by = clock() + options.open_timeout
         try:
-            found = _found_by(open_session(options), by)  # a session reads its files once
+            found = _found_by(open_session(options), by, clock)  # a session reads its files once
         except BackendUnavailable as error:
             raise ConfigError(str(error)) from None  # as other files that cannot be used now
         with _config_errors("boto3 cannot get credentials"):
@@ -252,10 +252,10 @@ def _from_boto(options: S3StorageOptions, session: Any, deadline: float, clock: 
     return Rotated("s3 store: boto3's credentials", files, load)
 
 
-def _found_by(session: Any, deadline: float) -> Any:
+def _found_by(session: Any, deadline: float, clock: Clock) -> Any:
     """Return the credentials that botocore finds. A service or command that it asks may hang: the thread that waits for
     it is abandoned at the deadline."""
-    asking = SupervisedPool[Any]("s3-credentials", 1, linger_s=0.0)
+    asking = SupervisedPool[Any]("s3-credentials", 1, linger_s=0.0, clock=clock)
     try:
         with _config_errors("boto3 cannot get credentials"):
             answer = asking.call(lambda: (session.get_credentials(),), deadline)

@@ -78,7 +78,7 @@ class S3Client:
             self._session = Refreshed(
                 "s3-session", self._create_session, _SESSION_AGE_MAX_S, _SESSION_USABLE_S, access.clock
             )
-        self._pool = ConnectionPool(access.server)
+        self._pool = ConnectionPool(access.server, access.clock)
         self.throttle = Throttle(access.options.connections, access.clock)
 
     def head(self, name: str, *, deadline: float) -> ObjectInfo | None:
@@ -224,7 +224,7 @@ class S3Client:
                 raise _failure(head, reply)
             return read_session(reply)
 
-        with contextlib.closing(ConnectionPool(self._access.server)) as pool:
+        with contextlib.closing(ConnectionPool(self._access.server, self._access.clock)) as pool:
             return self._access.authorized(
                 lambda keys: pool.exchange(self._sign(request, keys), (), read, deadline), deadline
             )

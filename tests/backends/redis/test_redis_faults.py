@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hicache.backends.redis import RedisDriver
+from hicache.backends.redis.routing import _AVOID_S
 from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     GET_ERROR,
@@ -204,7 +205,7 @@ def test_reads_avoid_a_dead_replica() -> None:
             assert load(store, keys) == [GET_ERROR] * 6
             assert load(store, keys) == [HIT] * 6  # from the primary
             assert errors_of(store) == {"connection_refused": 6}
-            clock.advance(60.0)
+            clock.advance(_AVOID_S + 1)
             assert load(store, keys) == [GET_ERROR] * 6, "the replica gets its share again"
         finally:
             store.backend.close()
