@@ -238,8 +238,10 @@ def test_s3_keeps_objects_over_a_crash_and_checks_its_account(seaweed: SeaweedSe
 
 
 def test_s3_removes_all_sockets_outside_its_directory(seaweed: SeaweedServer) -> None:
+    bound = Path("/proc/net/unix").read_text().split()  # killed servers may have left sockets with these ports
     found = {path for port in seaweed.ports.values() for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock")}
-    assert found <= set(seaweed.litter)
+    ours = {path for path in found if str(path) in bound}
+    assert ours and ours <= set(seaweed.litter)
 
 
 def test_a_mooncake_daemon_registers_its_memory_at_the_master(
