@@ -60,7 +60,7 @@ _ROUNDING_S = 1e-8
 class ManualClock(Clock):
     """A clock that moves only in `advance`, which ends the waits whose time has come. For tests and simulations.
 
-    It starts at the system's time, so that a driver that compares a deadline with the system's clock is not late.
+    It starts at the system's time: until it is moved, a test can also use deadlines of the system's clock.
 
     Locking design: `_lock` guards all mutable state, and is held for a few instructions. A waiter takes it with its own
     condition held, and `advance` notifies with `_lock` released, so the order is condition, `_lock`. A waiter holds its
