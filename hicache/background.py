@@ -58,7 +58,7 @@ class BackgroundTask:
         """Return the number of exceptions of `work` by kind, with ThreadDied and NoThread."""
         return self._pool.errors
 
-    def wake(self, at_s: float = 0.0) -> None:
+    def wake(self, at_s: float = -math.inf) -> None:
         """Run the work at `at_s` at the latest; immediately by default. Replaces the thread as `tend` does. Does not
         block."""
         with self._state:
@@ -84,7 +84,7 @@ class BackgroundTask:
         stuck = self._pool.stuck_threads
         self._pool.supervise()
         if self._pool.stuck_threads > stuck:
-            self._next_at = 0.0  # the work of the stuck thread has not been done
+            self._next_at = -math.inf  # the work of the stuck thread has not been done
             self._is_submitted = False
         if self._next_at < math.inf and not self._is_submitted and not self._closed:
             self._number += 1

@@ -22,7 +22,7 @@ class Clock:
     """The clocks of the system, and waits in their time. Thread-safe."""
 
     def __call__(self) -> float:
-        """Return monotonic seconds. Deadlines are times of this clock."""
+        """Return monotonic seconds, which may be negative. Deadlines are times of this clock."""
         return time.monotonic()
 
     def wall_s(self) -> float:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextvars
 import json
 import logging
+import math
 import re
 import sys
 import threading
@@ -109,7 +110,7 @@ class LimitedLog:
         with self._lock:
             if kind not in self._kinds and len(self._kinds) >= KINDS_MAX:
                 kind = ""
-            written_s, omitted = self._kinds.get(kind, (-self._period_s, 0))
+            written_s, omitted = self._kinds.get(kind, (-math.inf, 0))
             if now_s - written_s < self._period_s:
                 self._kinds[kind] = (written_s, omitted + 1)
                 return

@@ -235,7 +235,7 @@ class SupervisedPool(Generic[Job]):
         self._numbers = itertools.count(1)
         self._load = 0  # with `linger_s`: queued and running tasks, except those of stuck threads
         self._backoff = Backoff(RESTART_S_MIN, RESTART_S_MAX)
-        self._restart_at = 0.0  # without `linger_s`: when to start missing threads; infinity if none is missing
+        self._restart_at = -math.inf  # without `linger_s`: when to start missing threads; infinity if none is missing
         self._closed = False
         self._abandoned: list[_Batch] = []
         self._is_complete = False  # all threads have been started once

@@ -9,6 +9,7 @@ the driver works or during a delay.
 
 from __future__ import annotations
 
+import math
 import random
 import threading
 from collections.abc import Sequence
@@ -37,7 +38,7 @@ class Faults:
         self._dice = random.Random(self.options.seed)
         self._hanging = False
         self._failing = False
-        self._free_at = 0.0  # the time when all bytes so far have been transferred
+        self._free_at = -math.inf  # the time when all bytes so far have been transferred
         self.hung_calls = 0  # calls that hang now
 
     # Manual faults

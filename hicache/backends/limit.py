@@ -199,7 +199,7 @@ class CapacityLimit:
         self._made_space_s = -math.inf
         self._listed_pages = 0
         self._listed_s: float | None = None  # when the last listing of this engine began (wall clock)
-        self._not_before = 0.0  # the earliest start of the next sweep
+        self._not_before = -math.inf  # the earliest start of the next sweep
         self._closed = False
         self._errors: Counter[str] = Counter()
         self._evicted_pages = 0

@@ -41,8 +41,8 @@ class Refreshed(Generic[T]):
         self._state = threading.Condition()
         self._value: T | None = None
         self._failure: StoreError | None = None
-        self._value_s = 0.0  # when the value was loaded
-        self._loaded_s = 0.0  # when a load ended last
+        self._value_s = -math.inf  # when the value was loaded
+        self._loaded_s = -math.inf  # when a load ended last
         self._loading = False
 
     def get(self, *, deadline: float) -> T:
@@ -72,7 +72,7 @@ class Refreshed(Generic[T]):
     def expire(self) -> None:
         """Reload the value at the next `get`; it stays in use until then."""
         with self._state:
-            self._loaded_s = -self._age_max_s
+            self._loaded_s = -math.inf
 
     def _run(self) -> float:
         try:

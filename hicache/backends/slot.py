@@ -139,7 +139,7 @@ class Slot(Generic[E]):
         self._opener: OpenBackend | None = None  # of the wanted store, until it is open
         self._is_opening = False  # an attempt of `_opener` is in flight
         self.waiting = Waiting(0, 0.0, "")  # of the wanted store, while it is awaited
-        self._retry_at = 0.0
+        self._retry_at = -math.inf
         self._backoff = Backoff(REOPEN_S_MIN, REOPEN_S_MAX)
         self._leaving: list[E] = []  # retired, with calls in flight
         self._jobs = 0  # queued or running on the thread
@@ -221,7 +221,7 @@ class Slot(Generic[E]):
             retired, self.store = self.store, None
             self.wanted += 1
             self._opener, self._is_opening = open_backend, False
-            self.waiting, self._retry_at = Waiting(0, self._clock.wall_s(), ""), 0.0
+            self.waiting, self._retry_at = Waiting(0, self._clock.wall_s(), ""), -math.inf
             self._backoff.reset()
             self._open_if_due()
             if retired is not None:

@@ -131,7 +131,7 @@ class Store:
         )
         self._admission = AdmissionControl(self.guard, clock, self._probes.wake)
         self._sample: Usage | None = None
-        self._usage_due_s = self._usage_took_s = 0.0
+        self._usage_due_s, self._usage_took_s = -math.inf, 0.0
         self._usage_renewed = threading.Event()
         self._usage_renewed.set()
         self._usage_task = BackgroundTask(

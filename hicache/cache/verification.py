@@ -22,6 +22,7 @@ ended.
 from __future__ import annotations
 
 import itertools
+import math
 import queue
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -53,7 +54,7 @@ class Proof:
     node: Node
     codec: FrameCodec = field(repr=False)
     pages: list[tuple[int, bytes | None]] = field(repr=False)  # page of L2, and its key if it is sealed
-    until_s: float = 0.0  # scheduler: 0 while it runs, then the time until which its result is valid
+    until_s: float | None = None  # scheduler: the time until which its result is valid; None while it runs
     sound_pages: int = 0  # worker: leading pages without damage
     untagged_pages: int = 0  # worker: how many of them have no tag
     damage: Damage | None = None  # worker: the damage of the next page
@@ -73,7 +74,7 @@ class LoadVerifier:
     in bytes per second, None without a scrub.
 
     Invariant: `_running` are the proofs that `poll` has not handled; the pages of each are held. A node may be loaded
-    until its `proved_until_s`, which is 0 for pages that were not verified since they arrived on L2.
+    until its `proved_until_s`, which has passed for pages that were not verified since they arrived on L2.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class LoadVerifier:
         self._clock = clock
         self._scrub_rate = scrub_rate
         self._round: tuple[RadixTree, Iterator[Node]] | None = None  # the scrub's position
-        self._scrub_at = 0.0
+        self._scrub_at = -math.inf
         self._closed = False
         self._requests: dict[str, _Request] = {}
         self._running: dict[Proof, None] = {}
@@ -114,7 +115,7 @@ class LoadVerifier:
         request = self._requests.get(rid)
         if request is None:
             return True
-        if request.proof is not None and not request.proof.until_s:
+        if request.proof is not None and request.proof.until_s is None:
             return False  # without a lookup in the tree in each step
         match = self._trees.current.match(request.key)
         return self.prove(rid, request.key, match, match.host_hit_pages)
@@ -129,17 +130,17 @@ class LoadVerifier:
             return True
         request = self._requests.setdefault(rid, _Request(key))
         proof = request.proof
-        if proof is None or (proof.until_s and not self._is_final(proof)):
+        if proof is None or (proof.until_s is not None and not self._is_final(proof, proof.until_s)):
             pages = sum(map(self._tree.pages, nodes))
             waited_for = (one for one in self._running if not one.scrubs)
             same = (one for one in waited_for if one.node is nodes[-1] and len(one.pages) >= pages)
             proof = request.proof = next(same, None) or self._start(nodes)
-        return proof.until_s > 0
+        return proof.until_s is not None
 
-    def _is_final(self, proof: Proof) -> bool:
+    def _is_final(self, proof: Proof, until_s: float) -> bool:
         """Return True if an ended proof has found damage, so that its request computes. Otherwise pages that are not
         verified have come since."""
-        return proof.damage is not None and proof.tree is self._tree and self._clock() < proof.until_s
+        return proof.damage is not None and proof.tree is self._tree and self._clock() < until_s
 
     def may_load(self, node: Node) -> bool:
         """Return True if the frames of `node` were verified recently enough."""
@@ -242,7 +243,7 @@ class LoadVerifier:
         """Record which nodes may be loaded; evict a damaged page and its descendants from L2."""
         del self._running[proof]
         tree = proof.tree
-        proof.until_s = self._clock() + PROOF_S
+        proof.until_s = until_s = self._clock() + PROOF_S
         counted = self._counters.verified_pages
         counted["untagged"] += proof.untagged_pages
         counted["sound"] += proof.sound_pages - proof.untagged_pages
@@ -251,11 +252,11 @@ class LoadVerifier:
             sound = min(proof.sound_pages - done, tree.pages(node))
             done += tree.pages(node)
             if node.host is not None and sound == tree.pages(node):
-                node.proved_until_s = proof.until_s
+                node.proved_until_s = until_s
                 continue
             if proof.damage is not None:
                 if sound:
-                    tree.split(node, sound).proved_until_s = proof.until_s
+                    tree.split(node, sound).proved_until_s = until_s
                 damaged = node
             break
         tree.release_host(proof.node)

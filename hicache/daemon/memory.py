@@ -19,6 +19,7 @@ one thread.
 from __future__ import annotations
 
 import contextlib
+import math
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
@@ -58,7 +59,7 @@ class Mapping:
         self.memory = memory
         self.operations = 0
         self.is_leaving = False
-        self._join_until_s = clock() + _JOIN_S if request.identity is None else 0.0
+        self._join_until_s = clock() + _JOIN_S if request.identity is None else -math.inf
 
     def holds(self, request: MemoryRequest) -> bool:
         """Return True if a request means this memory. An engine for which it was created may later send its
@@ -70,7 +71,7 @@ class Mapping:
         """Return True if an engine has the memory open. Does not block."""
         if not self.memory.has_others():
             return False
-        self._join_until_s = 0.0  # no longer waiting for the engine
+        self._join_until_s = -math.inf  # no longer waiting for the engine
         return True
 
     def is_alive(self) -> bool:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import resource
 import signal
@@ -226,7 +227,7 @@ class Server:
     async def _tend(self) -> None:
         """Unmap the memory of dead engines, which takes as long as the system needs to free it, and take a sample."""
         loop = asyncio.get_running_loop()
-        sampled_s = 0.0
+        sampled_s = -math.inf
         while True:
             for name in await loop.run_in_executor(None, self._node.memories.tend):
                 logger.warning("memory %s: its engine died; the memory was unmapped, and its file removed unless "

@@ -15,6 +15,7 @@ module: it puts events into the stream, and the thread polls the stream.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -98,11 +99,11 @@ class EventPublisher:
         # then sees a gap instead of a continuation.
         self._origin = self._sequence = int(1e6 * clock.wall_s())
         self._snapshot_asked = False  # a subscriber missed more batches than are stored
-        self._snapshot_due_s = 0.0
+        self._snapshot_due_s = -math.inf
         self._counts: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
         self._closing = threading.Event()
-        self._close_deadline_s = 0.0
+        self._close_deadline_s = -math.inf
         self._listed = _ListedKeys(curve.clients if curve else frozenset())
         with ExitStack() as undo:
             self._context = zmq.Context()

@@ -7,6 +7,7 @@ begins. Needs pyzmq and msgspec (extra `events`). Has no thread: `poll` does the
 
 from __future__ import annotations
 
+import math
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
@@ -70,7 +71,7 @@ class EventFollower:
         self._replay_timeout_s = replay_timeout_s
         self._replay_interval_s = replay_interval_s
         self._expected = 0
-        self._ask_again_s = 0.0
+        self._ask_again_s = -math.inf
         self._newest = -1  # the largest number that was published, not replayed
         self._batches = self._replays = self._losses = self._refused = 0
         self._context = zmq.Context()

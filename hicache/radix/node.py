@@ -53,7 +53,7 @@ class Node:
     lost_access: int = -1  # `last_access` when L3 lost it: while they are equal, no request has used it since
     sealed: bool = False  # the frames of its host pages were sealed with their page keys
     touched_s: float = -math.inf  # time of the last notice to L3 that this run was used
-    proved_until_s: float = 0.0  # until this time a load may trust the last verification of the host pages
+    proved_until_s: float = -math.inf  # until this time a load may trust the last verification of the host pages
     device_entry: int = 0  # number of this node's entry in the L1 eviction queue; 0 for none
     host_entry: int = 0  # the same in the L2 eviction queue, for a node on L2 only
     visited: int = 0  # number of the last snapshot of events that contains this node; 0 before its first event

@@ -12,6 +12,7 @@ with the routes; an item set at the same moment is lost, which costs a timeout.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import threading
 from collections.abc import Iterable, Sequence
@@ -171,11 +172,13 @@ class Router:
 
     def _server(self, shard: Shard, to_replica: bool) -> Server:
         """Return a random replica that has not failed recently, else the primary."""
-        now_s = self._clock()
-        replicas = [one for one in shard.replicas if self._avoid.get(one, 0.0) <= now_s] if to_replica else []
+        replicas = [one for one in shard.replicas if not self._avoids(one)] if to_replica else []
         if not replicas:
             return Server(shard.primary)
         return Server(random.choice(replicas), read_only=self._access.mode == "cluster")
+
+    def _avoids(self, address: Endpoint) -> bool:
+        return self._clock() < self._avoid.get(address, -math.inf)
 
     def _find(self, deadline: float) -> Routes:
         access = self._access
@@ -192,8 +195,7 @@ class Router:
         then the configured ones."""
         known = list(self._routes.addresses())
         random.shuffle(known)
-        now_s = self._clock()
-        known.sort(key=lambda address: self._avoid.get(address, 0.0) > now_s)
+        known.sort(key=self._avoids)
         failure, access = StoreError(ErrorKind.CLUSTER_DOWN), self._access
         for address in dict.fromkeys([*known, *access.addresses]):
             try:

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -62,7 +63,7 @@ class SharedFrames:
         self._fencing = threading.Lock()
         self._mapping: str | None = None
         self._lock_file: int | None = None
-        self._retry_at_s = 0.0
+        self._retry_at_s = -math.inf
         self._fenced: str | None = None
 
     def frame_number(self, view: memoryview) -> int | None:

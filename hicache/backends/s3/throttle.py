@@ -7,6 +7,7 @@ answered requests adds one to it.
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Iterator
 
@@ -29,8 +30,8 @@ class Throttle:
         self._state = threading.Condition()
         self._limit = float(requests_max)
         self._running = 0
-        self._cut_s = -_CUT_INTERVAL_S
-        self._closed_until_s = 0.0
+        self._cut_s = -math.inf
+        self._closed_until_s = -math.inf
 
     @property
     def limit(self) -> int:

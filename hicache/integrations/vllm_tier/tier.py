@@ -107,7 +107,7 @@ class ChunkTier:
         self._stores_queued = 0  # chunks of the stores among them
         self._ended: list[Ended] = []  # not reported yet
         self._finished: queue.SimpleQueue[Job | _LookupCall] = queue.SimpleQueue()
-        self._supervise_at = 0.0
+        self._supervise_at = -math.inf
         self._gate = EngineGate(
             config, functools.partial(open_namespace, namespace), "tier", processes=processes, clock=clock
         )

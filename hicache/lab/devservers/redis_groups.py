@@ -112,7 +112,10 @@ class RedisCluster(ServerGroup):
         with node.client() as client:
             state = client.cluster("INFO")
             replication = client.info("replication")
+            parts = client.execute_command("CLUSTER", "SLOTS")
         whole = state["cluster_state"] == "ok" and int(state["cluster_slots_ok"]) == _SLOTS
+        # A node lists a replica once it has heard how far that has copied.
+        whole = whole and all(len(nodes) == 1 + self._replicas for _first, _last, *nodes in parts)
         is_replica = node in self.nodes[self._primaries :]
         return whole and (not is_replica or replication.get("master_link_status") == "up")
 

@@ -120,7 +120,7 @@ class Engine:
         self._preempted = False  # this step has taken L1 from a request
         self._worked = False  # the last step computed something
         self._closed = False
-        self._next_check_s = 0.0
+        self._next_check_s = -math.inf
         self._submitted = self._steps = 0
         self._finished: Counter[FinishReason] = Counter()
         self._counts: Counter[str] = Counter()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from hicache.backends.base import Direction
@@ -18,7 +19,7 @@ from tests.waiting import wait_for
 # The back-off between the probes of an open breaker, at most.
 LONG_S = 1000.0
 # A deadline that has passed on every clock.
-PAST = 0.0
+PAST = -math.inf
 # Closed after each test.
 GUARDS: list[Store] = []
 

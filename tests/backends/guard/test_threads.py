@@ -365,7 +365,7 @@ def test_a_store_with_an_open_breaker_is_not_asked_for_its_usage(clock: PassingC
     put(guard, 1, name="more")
     guard.override(READ, Override.OFF)
     assert guard.usage().pages == 2
-    wait_for(lambda: guard._usage_due_s > 0.0, guard.usage_sample)
+    wait_for(lambda: guard._usage_due_s > -math.inf, guard.usage_sample)
     assert (guard.usage_sample(), store.asked) == (guard.usage(), 1)
     guard.override(READ, Override.AUTO)
     clock.advance(SECOND)

@@ -24,8 +24,8 @@ from greenlet import getcurrent, greenlet
 from ....clock import Clock
 from ....errors import InvariantError
 
-# The first time. Zero means "never" for some users of clocks.
-_START_S = 1000.0
+# The first time. Below zero, so that code which takes zero for a time before all others fails in each simulation.
+_START_S = -1000.0
 # Unix time of the first time: of the first public traces.
 _START_WALL_S = 1_700_000_000.0
 

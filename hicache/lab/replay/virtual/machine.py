@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -70,9 +71,9 @@ class Link:
     def __init__(self, clock: VirtualClock, bytes_per_s: float) -> None:
         self._clock = clock
         self._bytes_per_s = bytes_per_s
-        self.free_s = 0.0
+        self.free_s = -math.inf
 
-    def reserve(self, size_bytes: int, earliest_s: float = 0.0) -> tuple[float, float]:
+    def reserve(self, size_bytes: int, earliest_s: float = -math.inf) -> tuple[float, float]:
         """Queue a transfer that may begin at `earliest_s`; return the times of its begin and end."""
         begin_s = max(self._clock(), self.free_s, earliest_s)
         self.free_s = begin_s + size_bytes / self._bytes_per_s
