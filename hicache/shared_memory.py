@@ -38,6 +38,7 @@ import enum
 import errno
 import fcntl
 import logging
+import math
 import mmap
 import os
 import re
@@ -428,7 +429,7 @@ def _remove_if_dead(path: Path) -> int | None:
     """Return the size of a file that was removed, None for one that stays. Raises OSError and SharedMemoryError."""
     descriptor = open_file(path)
     try:
-        with flock(path, descriptor, 0.0):
+        with flock(path, descriptor, -math.inf):
             state, found = os.fstat(descriptor), Layout.unpack(os.pread(descriptor, Layout.BYTES, 0))
             if found is None or found.version != _VERSION or found.keep or is_locked(descriptor, 0, 0):
                 return None

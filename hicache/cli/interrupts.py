@@ -12,14 +12,29 @@ from contextlib import ExitStack, contextmanager, suppress
 
 @contextmanager
 def interrupted_by_signals() -> Iterator[None]:
-    """Make SIGTERM and the end of the terminal act like Ctrl-C. REQUIRES: the main thread."""
-    signals = [signal.SIGTERM]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # as under nohup
-        signals.append(signal.SIGHUP)
-    before = {number: signal.signal(number, signal.default_int_handler) for number in signals}
-    before[signal.SIGINT] = signal.getsignal(signal.SIGINT)
+    """Make SIGTERM and the end of the terminal act like Ctrl-C. REQUIRES: the main thread.
+
+    An exception after such a signal is KeyboardInterrupt for the caller: a C library that the signal interrupts may
+    replace it by an error of its own, as PyTorch does.
+    """
+    is_interrupted = False
+
+    def interrupt(_: int, __: object) -> None:
+        nonlocal is_interrupted
+        is_interrupted = True
+        raise KeyboardInterrupt
+
+    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+    before = {number: signal.getsignal(number) for number in signals}
     try:
+        for number, handler in before.items():
+            if number == signal.SIGTERM or handler != signal.SIG_IGN:  # ignored as under nohup
+                signal.signal(number, interrupt)
         yield
+    except Exception as error:
+        if is_interrupted:
+            raise KeyboardInterrupt from error
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

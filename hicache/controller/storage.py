@@ -79,7 +79,7 @@ class StorageExecutor:
         self._config = config
         self._workers = workers
         self._clock = clock
-        self._next_supervision = 0.0
+        self._next_supervision = -math.inf
         self._finished: queue.SimpleQueue[Operation] = queue.SimpleQueue()
         if backend is not None:
             self.gate.start(backend)

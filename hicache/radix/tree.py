@@ -355,7 +355,7 @@ class RadixTree(PrefixTree):
 
     def set_host(self, node: Node, pages: PageIds) -> None:
         """Record that `node` is on L2 at `pages`. REQUIRES: it was not on L2, and the bytes are complete."""
-        node.host, node.sealed, node.proved_until_s = pages, False, 0.0
+        node.host, node.sealed, node.proved_until_s = pages, False, -math.inf
         self.host_pages += len(pages)
         if node.device is not None:
             self.host_copy_pages += len(pages)

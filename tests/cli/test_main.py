@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import hicache
+from hicache.cli.interrupts import interrupted_by_signals
 from hicache.cli.main import COMMANDS, LazyGroup, main
 from hicache.errors import BackendUnavailable, CapacityError, InvariantError
 
@@ -125,6 +127,20 @@ def test_a_closed_output_is_one_line_and_exit_code_2() -> None:
 def test_ctrl_c_is_exit_code_130_without_a_traceback() -> None:
     result = run_failing(KeyboardInterrupt())
     assert (result.exit_code, result.output) == (130, "\n")
+
+
+def test_an_error_by_which_a_library_replaces_an_interrupt_is_the_interrupt() -> None:
+    """PyTorch's C code does so. The second half is the control."""
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    with pytest.raises(KeyboardInterrupt) as found, interrupted_by_signals():
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise ValueError("could not determine the shape") from None
+    assert isinstance(found.value.__cause__, ValueError)
+    with pytest.raises(ZeroDivisionError), interrupted_by_signals():
+        _ = 1 / 0
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
 
 def run_failing(error: BaseException) -> Result:
