@@ -306,7 +306,8 @@ class Broken(EventStream):
 def test_an_unexpected_error_is_counted_and_healed_by_a_snapshot() -> None:
     stream, clock = Broken(LARGE_BYTES), ManualClock()
     machine = RecordedMachine(4, rng(3), stream)
-    with published(stream, clock) as publisher, follower_of(publisher) as follower:
+    # The publisher may begin its back-off after the clock was moved, and then only the next move ends it.
+    with published(stream, clock) as publisher, follower_of(publisher, timeout_s=0.2) as follower:
         stream.broken = True
         wait_for(lambda: publisher.statistics().errors == {"RuntimeError": 1})
         for _ in range(50):

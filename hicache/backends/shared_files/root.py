@@ -157,26 +157,35 @@ def _given_to_writers(mode: int) -> int:
 
 
 def _check_marker(path: str, fd: int, create: bool, system: System) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        text = read_start(system, fd, MARKER, len(_MARKER_TEXT) + 1)
-        if text == _MARKER_TEXT or not text:  # empty: another node is creating the store
-            return
-        raise BackendUnavailable(f"{path} has another version of the store; use another directory, or that version")
+    if _has_marker(path, fd, system):
+        return
     names = {name for name in system.listdir(fd) if not name.startswith(".")} - _OF_VOLUMES
     if _FILE_MARKER in names:
         raise NotOurs(f"{path} is a store of the backend `file`, which is for one machine; use another directory")
     if not create:
         raise NotOurs(f"{path} is not a HiCache store of shared files: it has no {MARKER} file")
-    if names - {MARKER}:
+    # The marker is created first: if it exists now, another node has just created the store and may have filled it.
+    if names and MARKER not in names and not _has_marker(path, fd, system):
         raise NotOurs(f"{path} is not empty and not a HiCache store of shared files; use a new sub-directory")
     try:
         marker = system.open(MARKER, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, dir_fd=fd)
     except FileExistsError:
-        return  # another node has just created the store
+        return
     try:
         system.pwritev(marker, [memoryview(_MARKER_TEXT)], 0)
     finally:
         system.close(marker)
+
+
+def _has_marker(path: str, fd: int, system: System) -> bool:
+    """Return False if there is no marker. Raises OSError, and BackendUnavailable for one of another version."""
+    try:
+        text = read_start(system, fd, MARKER, len(_MARKER_TEXT) + 1)
+    except FileNotFoundError:
+        return False
+    if text and text != _MARKER_TEXT:  # empty: another node is creating the store
+        raise BackendUnavailable(f"{path} has another version of the store; use another directory, or that version")
+    return True
 
 
 def make_store(path: str | os.PathLike[str]) -> None:
