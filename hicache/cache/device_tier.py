@@ -253,7 +253,8 @@ class DeviceTier:
         """Start a copy of a run that is only on L1 to L2, from where it is stored. Return False if there is no room for
         it now, or storage cannot have its parent. For `close`, when no prefetch is in flight."""
         pages, parent = self._trees.current.pages(node), node.parent
-        if node.device is None or parent is None or not self._host.takes_save(pages):
+        has_room = self._controller.has_store_room(pages) and self._host.takes_save(pages)
+        if node.device is None or parent is None or not has_room:
             return False
         follows = parent.parent is None or parent.stored or parent.store_pending or parent.backup_pending
         fits = self._host.reserved_pages + pages <= self._config.transfer.write_pages_max

@@ -82,7 +82,8 @@ def log_end(took_s: float, unsaved_pages: int, *, everything_ended: bool, is_aba
                        "close(), or use the cache in a with statement", took_s, unsaved_pages)  # fmt: skip
     elif everything_ended and unsaved_pages:
         logger.warning("cache closed after %.1f s; %d pages are lost, storage did not take them (transfer."
-                       "shutdown_deadline, or the store is full, slow or down)", took_s, unsaved_pages)  # fmt: skip
+                       "shutdown_deadline, host.size, or a full, slow or dead store)",
+                       took_s, unsaved_pages)  # fmt: skip
     elif everything_ended:
         logger.info("cache closed after %.1f s; all queued work has ended", took_s)
     else:

@@ -429,7 +429,7 @@ class TieredCache:
         if self._scrubber is not None:
             ended &= self._scrubber.close(max(0.0, deadline - clock()))
         self.poll()
-        self._unsaved_pages = self.count_unsaved()
+        self._unsaved_pages += self.count_unsaved()
         if self._publisher is not None:
             self._publisher.close(max(0.1, deadline - clock()))
         self._end_log(ended, began_s)
@@ -463,16 +463,24 @@ class TieredCache:
                 clock.sleep(DRAIN_WAIT_S)
 
     def _start_saves(self, lacking: list[Node]) -> bool:
-        """Start to store those of the runs that fit now. Return False if there is none."""
-        started = 0
-        for node in lacking:
-            if self.controller.has_store_room(self.tree.pages(node)):
-                started += self._save(node)
-        return started > 0
+        """Start to store those of the runs that fit now. Return False if there is none. A run of L1 replaces one of
+        them on L2 only if nothing else can be started; the replaced pages count as unsaved."""
+        on_l2 = [run for run in lacking if run.host is not None]
+        for run in on_l2:
+            self.tree.hold_host(run)
+        started = [self._save(run) for run in lacking]
+        for run in on_l2:
+            self.tree.release_host(run)
+        if any(started):
+            return True
+        before = self.count_unsaved()
+        has_started = any(self._save(run) for run in lacking if run.host is None)
+        self._unsaved_pages += before - self.count_unsaved()
+        return has_started
 
     def _save(self, node: Node) -> bool:
         """Start to store a run. Return False if that is not possible now."""
-        return self._l2.store(node)
+        return self.controller.has_store_room(self.tree.pages(node)) and self._l2.store(node)
 
     def _end_log(self, ended: bool, began_s: float) -> None:
         if self._log is not None:

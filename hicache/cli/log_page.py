@@ -71,7 +71,7 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "new weights": "",
         "cache closed after ... s; all": "",
         "cache closed after ... s; ... pages are lost": "Only this process had these pages. Raise "
-        "`transfer.shutdown_deadline`, or look at the store.",
+        "`transfer.shutdown_deadline` or `host.size`, or look at the store.",
         "cache closed after ... s with": "The deadline passed. As above.",
         "poll() was not called": "Copies, reads and stores end only in `poll`: call it in each step of the engine. One "
         "line per cache.",

@@ -239,6 +239,67 @@ def test_the_log_says_how_many_pages_were_lost(tmp_path: Path, caplog: pytest.Lo
     assert "15 pages are lost" in caplog.text
 
 
+def engine_of(directory: Path, host_pages: int, policy: str = "write_back") -> RadixEngine:
+    """Return an engine over a file store, with 16 pages of L1."""
+    config = options("", host_pages=host_pages, write_policy=policy)
+    config["host"] = {"tokens": host_pages * PAGE_TOKENS}
+    config["storage"] = {"type": "file", "options": {"path": str(directory)}}
+    return RadixEngine(HiCacheConfig.model_validate(config))
+
+
+def serve_unsaved(engine: RadixEngine, keys: Sequence[RadixKey]) -> None:
+    """Serve prompts while an operator has switched off the writes of the store."""
+    engine.cache.storage.override(Direction.WRITE, Override.OFF)
+    for key in keys:
+        engine.cache.evict(max(0, 6 - engine.cache.device.allocator.free_pages))
+        engine.settle()
+        engine.serve(key)
+    engine.settle()
+
+
+@pytest.mark.parametrize(
+    ("policy", "host_pages"), [("write_back", 15), ("write_back", 20), ("write_through", 8), ("write_through", 20)]
+)
+def test_after_an_outage_pages_of_l1_replace_no_page_of_l2_that_is_not_stored(
+    tmp_path: Path, policy: str, host_pages: int
+) -> None:
+    keys = [prompt(*range(first, first + 5)) for first in range(10, 70, 10)]
+    engine = engine_of(tmp_path, host_pages, policy)
+    serve_unsaved(engine, keys)
+    peeks = [engine.cache.peek(key) for key in keys]
+    cached = [peek.device_pages + peek.host_pages for peek in peeks]
+    engine.cache.storage.override(Direction.WRITE, Override.AUTO)
+    assert engine.cache.close()
+    assert engine.cache.statistics().unsaved_pages == 0
+    again = engine_of(tmp_path, 64, "write_through")
+    with closing(again.cache):
+        assert [again.serve(key) for key in keys] == cached
+    assert sum(cached) >= 15
+
+
+def test_pages_of_l2_that_give_way_to_their_prefix_at_the_end_count_as_lost(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """L2 is full of continuations that cannot be stored before their common prefix, which is only on L1."""
+    keys = [prompt(1, 2, 3, 4, 5, *range(first, first + 3)) for first in (10, 20, 30)]
+    engine = engine_of(tmp_path, 6)
+    serve_unsaved(engine, [prompt(1, 2, 3, 4, 5)])
+    for key in keys[:2]:
+        serve_unsaved(engine, [key])
+        engine.cache.evict(3)
+        engine.settle()
+    serve_unsaved(engine, keys[2:])
+    assert [engine.cache.peek(key).host_pages for key in keys] == [3, 3, 0]
+    engine.cache.storage.override(Direction.WRITE, Override.AUTO)
+    with caplog.at_level("WARNING", logger="hicache.cache"):
+        assert engine.cache.close()
+    assert engine.cache.statistics().unsaved_pages == 6
+    assert "6 pages are lost" in caplog.text
+    again = engine_of(tmp_path, 32)
+    with closing(again.cache):
+        assert [again.serve(key) for key in keys] == [5, 5, 8]
+
+
 @pytest.mark.parametrize("is_used", [False, True])
 def test_pages_that_storage_has_evicted_are_stored_again_only_if_they_were_used_since(is_used: bool) -> None:
     """Otherwise they would replace pages that were used later."""
