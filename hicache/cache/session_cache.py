@@ -11,8 +11,10 @@ the prompt of the next turn continues the last one, the turn also gets that page
 Only the tree knows the whole pages: a turn begins like any other request, and this class adds only the partial page. So
 a session that loses its KV costs at most the tokens of that page, as long as the rest is cached:
 
-- A turn whose prompt does not continue the last one: the session releases its KV, the turn starts from the tree, and
-  the session keeps the KV of the turn.
+- A turn whose prompt does not continue the last one, but the one before it, as after a turn that was preempted and
+  aborted: it gets that turn's tokens of the partial page, if it is still the same page.
+- A turn whose prompt continues neither: the session releases its KV, the turn starts from the tree, and the session
+  keeps the KV of the turn.
 - An aborted turn leaves the session unchanged, with two exceptions. If the turn has completed and shared the partial
   page, the session ends at the whole page before it. If the session has released its KV, it stays empty.
 - Memory pressure: if L1 has no room for a request, sessions without a running turn release their KV, least recently
@@ -61,6 +63,8 @@ class _Session:
     turn: str | None = None  # the request that has joined and not ended
     request: RequestKV | None = None  # KV of the turn while it runs
     lent: RadixKey | None = None  # key of `held` before its partial page was moved to the turn
+    last_turn: str | None = None  # the last request whose KV was kept; a preempted one joins again
+    before: RadixKey | None = None  # key of `held` before `last_turn` began
 
     @property
     def idle(self) -> bool:
@@ -165,7 +169,7 @@ class SessionCache(HiRadixCache):
         if session is not None and not session.idle:
             raise InvalidInput(f"request {rid!r} has already begun")
         if session is not None and session.held is not None and not _continues(session.held.key, key):
-            self._release(session, "diverged")
+            self._diverge(session, session.held, key)
         while (request := super().begin_request(rid, key, priority=priority)) is None:
             if not self._release_idle(pages - self.peek(key).device_pages, pages, session):
                 return None
@@ -257,6 +261,15 @@ class SessionCache(HiRadixCache):
         self._counts["tail_tokens"] += tail_tokens
         self._counters.hit_tokens["device"] += tail_tokens
 
+    def _diverge(self, session: _Session, held: RequestKV, key: RadixKey) -> None:
+        """Shorten the partial page of a session to the tokens of the turn before, if `key` continues that; else release
+        the session's KV."""
+        before = session.before
+        if before is None or len(before) <= held.shared_pages * self.page_size or not _continues(before, key):
+            self._release(session, "diverged")
+        else:
+            held.key = before
+
     def _keep(self, session: _Session, request: RequestKV, key: RadixKey) -> None:
         """Share the whole pages of a turn that has ended, and move all its KV to the session."""
         computed_pages(request, key, self.page_size)
@@ -269,6 +282,8 @@ class SessionCache(HiRadixCache):
             super().cache_finished_req(request, None)
             return
         self._l1.free(request.pages[pages:])
+        if session.last_turn != request.rid:
+            session.last_turn, session.before = request.rid, session.lent
         before = session.held
         session.held = self.running.hand_over(request, key=key, pages=request.pages[:pages])
         if before is not None:
@@ -312,7 +327,7 @@ class SessionCache(HiRadixCache):
         if session.held is not None:
             super().cache_finished_req(session.held, None)
             self._released[reason] += 1
-        session.held = session.lent = None
+        session.held = session.lent = session.before = None
 
     def _close(self, session: _Session, reason: str) -> None:
         self._release(session, reason)

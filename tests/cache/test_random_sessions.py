@@ -105,7 +105,7 @@ class RandomTalks:
                 least = talk.kv.shared_pages * PAGE + self.talks.bigram
                 talk.computed = self.random.randint(max(1, least), talk.computed)
             self.talks.finish(talk)
-            if session_id is not None:
+            if session_id is not None and self.random.random() < 0.9:  # else it was preempted, and is aborted
                 self.history[session_id] = talk.tokens[: talk.computed]
 
     def abort(self) -> None:

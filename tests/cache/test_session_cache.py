@@ -257,6 +257,42 @@ def test_a_preempted_turn_that_joins_again_continues_where_it_was() -> None:
     talks.finish(again)
 
 
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("begins", [False, True])
+def test_after_a_preempted_turn_was_aborted_the_next_turn_continues_the_last_finished_one(
+    times: int, begins: bool
+) -> None:
+    talks = holding(9)
+    for number in range(times):
+        talk = talks.begin(tokens(10 + number), "s", rid="turn")
+        talks.finish(talk)  # a preemption
+    if begins:
+        talks.abort(talks.begin(tokens(12), "s", rid="turn"))
+    else:
+        talks.cache.join_session("turn", "s")
+        talks.cache.abort_prefetch("turn")
+    for _ in range(2):
+        talk = talks.begin([*tokens(9), 90, 91], "s")
+        assert talk.kv.cached_tokens == 9
+        talks.abort(talk)
+    assert talks.turn("s", [*tokens(9), 80]).kv.cached_tokens == 9
+    assert talks.cache.session_statistics().released == {}
+
+
+def test_after_a_preempted_turn_that_completed_the_partial_page_the_next_turn_starts_from_the_tree() -> None:
+    talks = holding(9)
+    talks.finish(talks.begin(tokens(13), "s", rid="turn"))
+    assert talks.turn("s", [*tokens(9), 90]).kv.cached_tokens == 8
+    assert talks.cache.session_statistics().released == {"diverged": 1}
+
+
+def test_a_turn_that_is_sent_again_continues_the_turn_before_it() -> None:
+    talks = holding(9)
+    talks.turn("s", tokens(10))
+    assert talks.turn("s", tokens(10)).kv.cached_tokens == 9
+    assert talks.turn("s", [*tokens(8), 90]).kv.cached_tokens == 8
+
+
 def test_a_turn_continues_after_its_end_was_rejected_for_a_wrong_key() -> None:
     talks = opened("s")
     talk = talks.begin(tokens(10), "s")
