@@ -66,7 +66,6 @@ _RETRY_PAUSE_S = 0.05
 _RETRY_AFTER_S_MAX = 0.25
 # A call with less time than this that runs out of it proves nothing about the store.
 _SHORT_S = 0.1
-_KEPT = frozenset({SetOutcome.STORED, SetOutcome.PRESENT})
 # Usage measurements take 1/50 of the time at most: a file store is measured up to ten times a second, a bucket whose
 # listing takes ten seconds every eight minutes. A measurement that takes longer than the patience counts as hung.
 _USAGE_PERIOD_S_MIN = 0.1
@@ -379,7 +378,7 @@ class Store:
             if not self._admission.saw_pages(call, found):
                 break
         outcomes += [GetOutcome.ERROR] * (len(keys) - len(outcomes))
-        call.result = self._judge(call, outcomes.count(GetOutcome.ERROR))
+        call.result = self._judge(call, outcomes.count(GetOutcome.ERROR), len(keys))
         if self._limit is not None:
             self._limit.note_uses([key for key, one in zip(keys, outcomes, strict=True) if one is GetOutcome.HIT])
         return outcomes
@@ -414,9 +413,9 @@ class Store:
                     outcomes[again] = write(
                         again, parent_outside(keys[again], keys[run.start - 1] if run.start else parent)
                     )
-        call.result = self._judge(call, outcomes.count(SetOutcome.ERROR))
-        call.kept = not _KEPT.isdisjoint(outcomes)
-        if not call.kept:
+        call.new_pages = len(keys) - outcomes.count(SetOutcome.PRESENT)
+        if call.new_pages:  # pages that are present prove nothing about writes
+            call.result = self._judge(call, outcomes.count(SetOutcome.ERROR), call.new_pages)
             self._explain(call, outcomes)
         return outcomes
 
@@ -434,9 +433,9 @@ class Store:
             self._clock.wait_set(self._closing, pause_s)
         return granted
 
-    def _judge(self, call: Call, failed: int) -> CallResult:
-        """Return the result of a call with `failed` pages: it failed if at least half of its pages did."""
-        if 2 * failed < call.pages:
+    def _judge(self, call: Call, failed: int, pages: int) -> CallResult:
+        """Return the result of a call with `failed` of `pages` pages: it failed if at least half of them did."""
+        if 2 * failed < pages:
             return CallResult.GOOD
         return CallResult.UNKNOWN if self._was_short(call) else CallResult.ERROR
 
@@ -444,13 +443,16 @@ class Store:
         return call.deadline - call.began_s < _SHORT_S and self._clock() >= call.deadline
 
     def _explain(self, call: Call, outcomes: Sequence[SetOutcome]) -> None:
-        """Record in `call` why it stored none of its pages, unless the call proves nothing about the store."""
-        if call.result is CallResult.UNKNOWN:
-            call.kept = None
+        """Record in `call` whether it stored a new page, and why not, unless it proves nothing about the store."""
+        if SetOutcome.STORED in outcomes:
+            call.kept = SetOutcome.STORED
         elif SetOutcome.REJECTED in outcomes:
+            call.kept = SetOutcome.REJECTED
             call.cause = call.cause or REJECTED
             reason = self._attempts.rejection()
             call.detail = "" if reason == call.cause else reason
+        elif call.result is not CallResult.UNKNOWN:
+            call.kept = SetOutcome.ERROR
 
     def _count(self, call: Call, errors: Sequence[str]) -> None:
         """Count the errors of a call. The last one is its cause."""
@@ -474,9 +476,9 @@ class Store:
             if due is not None:
                 begun, deadline = due
                 probe = self._prober.read if direction is Direction.READ else self._prober.write
-                ok, kinds = probe(deadline)
+                ok, kept, kinds = probe(deadline)
                 self._calls.count(errors=kinds)
-                self._admission.probed(direction, begun, ok, kinds[-1] if kinds else "")
+                self._admission.probed(direction, begun, ok, kinds[-1] if kinds else "", kept=kept)
         health, next_news_s = self._admission.health_news()
         if health is not None:
             self._log.health(health)

@@ -23,7 +23,7 @@ from ...clock import Clock
 from ...config.guard import GuardConfig, Override
 from ...errors import InvariantError
 from ...histogram import BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram, HistogramStatistics, LatencyStatistics
-from ..base import Direction, GetOutcome
+from ..base import Direction, GetOutcome, SetOutcome
 from ..errors import StoreError
 from .breaker import Breaker, BreakerState, BreakerStatistics
 from .budget import DamageWatch, RetryBudget
@@ -145,10 +145,11 @@ class AdmissionControl:
                 self._call_bytes[call.verb].add(call.bytes)
             if self._waiting:
                 self._room.notify_all()
-            if call.kept:
+            if call.kept is SetOutcome.STORED:
                 self._health.kept(time_s)
-            elif call.kept is False:
-                self._health.kept_nothing(call.pages, call.cause, call.detail, time_s)
+            elif call.kept is not None:
+                is_rejected = call.kept is SetOutcome.REJECTED
+                self._health.kept_nothing(call.new_pages, call.cause, call.detail, time_s, is_rejected=is_rejected)
             if call.result is not CallResult.UNKNOWN and not call.overdue:
                 self._record(call, call.result, time_s)
 
@@ -199,12 +200,14 @@ class AdmissionControl:
             self._overdue_at = min(self._overdue_at, overdue_at)
             return breaker.round, deadline
 
-    def probed(self, direction: Direction, begun: int, ok: bool, cause: str = "") -> None:
-        """Record the end of a probe. `cause` is the kind of its error."""
+    def probed(self, direction: Direction, begun: int, ok: bool, cause: str = "", *, kept: bool = False) -> None:
+        """Record the end of a probe. `cause` is the kind of its error; `kept` means that it stored a page."""
         with self._state:
             if cause and not ok:
                 self._health.failed(direction, cause)
             self._end_probe(direction, begun, ok)
+            if kept and self._breakers[direction].state is BreakerState.CLOSED:
+                self._health.probed(self._clock())
 
     # State
 
@@ -371,8 +374,6 @@ class AdmissionControl:
         breaker, time_s = self._breakers[direction], self._clock()
         breaker.probed(begun, ok, time_s)
         self._breakers_moved()
-        if ok and direction is Direction.WRITE and breaker.state is BreakerState.CLOSED:
-            self._health.probed(time_s)
 
     def _note_overdue(self) -> None:
         """Count hanging calls and probes as failed while they still hang."""

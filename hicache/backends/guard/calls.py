@@ -9,7 +9,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from ..base import Direction
+from ..base import Direction, SetOutcome
 
 
 class Verb(enum.StrEnum):
@@ -41,7 +41,7 @@ class CallResult(enum.StrEnum):
 
     GOOD = "good"
     UNKNOWN = "unknown"
-    ERROR = "error"  # half of the pages or more are errors
+    ERROR = "error"  # half of the pages or more are errors; of a write, half of the new pages
     LOOKUP = "lookup"  # a lookup missed pages, and the backend counted an error during it
     RAISED = "raised"  # the backend raised an exception or broke the contract
     OVERDUE = "overdue"  # the call hung past deadline and grace
@@ -52,8 +52,8 @@ class Call:
     """A call in flight, until the end of its `with` block. The calling thread owns it and sets its result; any thread
     may set `overdue` under the lock.
 
-    The result: `result`; for a store, `kept`; after a failure, `cause`, the kind of its last error, and `detail`, the
-    store's own words for it.
+    The result: `result`; of a write, `new_pages`, those that were not present, and `kept`, the best outcome of them;
+    after a failure, `cause`, the kind of its last error, and `detail`, the store's own words for it.
     """
 
     leave: Callable[[Call], None]  # called at its end
@@ -65,7 +65,8 @@ class Call:
     admitted: int  # the breaker's round at the start of the call
     overdue: bool = False  # it hung past deadline and grace, and is counted as failed
     result: CallResult = CallResult.UNKNOWN
-    kept: bool | None = None  # whether a page was stored or present; None if that is not known
+    new_pages: int = 0
+    kept: SetOutcome | None = None  # None if the write proves nothing
     cause: str = ""
     detail: str = ""
 

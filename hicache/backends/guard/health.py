@@ -1,9 +1,9 @@
 """Health: whether a store does what it is for, since when it does not, why, and what an operator can do.
 
-A store keeps nothing if pages were offered to it and none has been STORED or PRESENT since: it is full and cannot
-evict, it fails, or its breaker is open for writes. It fails if its breaker is open for reads. Silence proves nothing:
-without calls the last verdict stays, with its time; only a good probe after a failed call takes it back. The verdict
-comes from the calls, the breakers and their probes (see `admission`).
+A store keeps nothing if new pages were offered to it and none has been STORED since: it is full and cannot evict, it
+fails, or its breaker is open for writes. It fails if its breaker is open for reads. Neither silence nor a page that is
+PRESENT proves anything: without new pages the last verdict stays, with its time; only a probe that stores a page takes
+it back, if no page was REJECTED. The verdict comes from the calls, the breakers and their probes (see `admission`).
 
 Page, `hicache ctl`, `/readyz` and log take their words from the one table here.
 """
@@ -125,6 +125,7 @@ class _InVain:
     pages: int = 0
     cause: str = ""
     detail: str = ""
+    is_rejected: bool = False  # one of them was rejected: there may be room for a probe, but not for a page
 
 
 class HealthWatch:
@@ -152,24 +153,24 @@ class HealthWatch:
         self._causes[direction] = cause
 
     def kept(self, time_s: float) -> None:
-        """Record that a page was stored or present."""
+        """Record that a new page was stored."""
         if self._in_vain is not None:
             self._in_vain = None
             self._wake(time_s)
 
-    def kept_nothing(self, pages: int, cause: str, detail: str, time_s: float) -> None:
-        """Record a write that stored none of its pages. `detail` is the store's explanation of `cause`."""
+    def kept_nothing(self, pages: int, cause: str, detail: str, time_s: float, *, is_rejected: bool = False) -> None:
+        """Record a write that stored none of its new pages. `detail` is the store's explanation of `cause`."""
         if self._in_vain is None:
             self._in_vain = _InVain(time_s)
             self._wake(time_s + CONFIRM_S)
         self._in_vain.pages += pages
+        self._in_vain.is_rejected |= is_rejected
         if cause:
             self._in_vain.cause, self._in_vain.detail = cause, detail
 
     def probed(self, time_s: float) -> None:
-        """Record that writes pass and a probe has stored a page. It proves nothing about a store that is full, whose
-        probes are good."""
-        if self._in_vain is not None and self._in_vain.cause != REJECTED:
+        """Record that writes pass and a probe has stored a page."""
+        if self._in_vain is not None and not self._in_vain.is_rejected:
             self.kept(time_s)
 
     def verdict(self, off: Off, time_s: float) -> StoreHealth:
@@ -288,4 +289,6 @@ def _causes() -> dict[str, _Cause]:
 
 _RAISED = "raised"  # and `raised_KeyError`
 _CAUSES = _causes()
+# The causes that are errors of the operating system or of SQLite, such as EROFS.
+SYSTEM_CAUSES = frozenset(filter(str.isupper, _CAUSES))
 _OTHER = _Cause("its calls fail ({cause})", "docs/backends explains the errors of each store; the log may say more")

@@ -24,40 +24,40 @@ _LEFTOVER_MAX = 16
 
 
 class Prober:
-    """Makes probes by `attempts`, with pages of `frame_bytes`. Each probe returns whether the store works, and the
-    kinds of the errors on the way."""
+    """Makes probes by `attempts`, with pages of `frame_bytes`. Each probe returns whether the store works, whether it
+    stored a page, and the kinds of the errors on the way."""
 
     def __init__(self, attempts: Attempts, frame_bytes: int) -> None:
         self._attempts = attempts
         self._frame_bytes = frame_bytes
         self._leftover: deque[bytes] = deque(maxlen=_LEFTOVER_MAX)
 
-    def write(self, deadline: float) -> tuple[bool, list[str]]:
+    def write(self, deadline: float) -> tuple[bool, bool, list[str]]:
         """Store a page, read it back and remove it. The store works also if it is full, or if it does not find the page
         (reads may lag behind writes)."""
         key, frame = os.urandom(PAGE_KEY_BYTES), self._frame()
         frame[HEADER_BYTES : HEADER_BYTES + 1] = b"\1"
         (stored,), errors = self._attempts.write([key], [frame], None, deadline)
         if stored is SetOutcome.REJECTED:
-            return True, errors
+            return True, False, errors
         if not stored.is_stored:
             self._leftover.append(key)  # the page may have been written despite the error
-            return False, errors
-        works, more = self._read(key, deadline)
+            return False, False, errors
+        works, _, more = self._read(key, deadline)
         keys = [key, *self._leftover]
         self._leftover.clear()
         removed, others = self._attempts.remove(keys, deadline)
         if not removed:
             self._leftover.extend(keys)
-        return works, [*errors, *others, *more]
+        return works, works, [*errors, *others, *more]
 
-    def read(self, deadline: float) -> tuple[bool, list[str]]:
+    def read(self, deadline: float) -> tuple[bool, bool, list[str]]:
         """Read a random key."""
         return self._read(os.urandom(PAGE_KEY_BYTES), deadline)
 
-    def _read(self, key: bytes, deadline: float) -> tuple[bool, list[str]]:
+    def _read(self, key: bytes, deadline: float) -> tuple[bool, bool, list[str]]:
         (found,), errors = self._attempts.read([key], [self._frame()], deadline)
-        return found in (GetOutcome.MISS, GetOutcome.HIT), errors
+        return found in (GetOutcome.MISS, GetOutcome.HIT), False, errors
 
     def _frame(self) -> memoryview:
         # New for each probe: a thread that hangs in the store may still write into its frame. Aligned for direct I/O.

@@ -19,6 +19,7 @@ from ...clock import SYSTEM_CLOCK, Clock
 from ...frame import Damage
 from ...keys import PAGE_KEY_BYTES
 from ..errors import ErrorKind, StoreError
+from ..guard.health import SYSTEM_CAUSES
 from ..http import Connection, ConnectionPool, Head, read_small, request_head
 from .access import Access
 
@@ -37,7 +38,7 @@ _RETRY_AFTER_MAX_S = 60.0
 # A daemon's explanations are shorter.
 _WORDS_MAX = 400
 # Classes under which a daemon's errors are counted here. All others become `server_error`.
-_KINDS = frozenset({*ErrorKind, *Damage})
+_KINDS = frozenset({*ErrorKind, *Damage, *SYSTEM_CAUSES})
 # The classes that the guard of a daemon's store counts for rejected calls.
 _BY_GUARD = {"guard_open": ErrorKind.UNAVAILABLE, "guard_busy": ErrorKind.BUSY}
 _BY_STATUS: Mapping[int, ErrorKind] = {

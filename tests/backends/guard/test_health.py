@@ -102,6 +102,84 @@ def test_a_store_that_rejects_every_page_keeps_nothing_since_the_first_of_them(
     assert guard.may_pass(WRITE) and not guard.guard_statistics().failures, "a full store is not a failure"
 
 
+class Full(Rejecting):
+    """A store that answers PRESENT for its pages, and rejects all others while `is_full`."""
+
+    def write(self, pages: PageWrites) -> None:
+        is_here = [self.peek(pages.codec.namespace, key) is not None for key in pages.keys]
+        if all(is_here) or not self.is_full:
+            Troubled.write(self, pages)
+            return
+        self._reach("set", pages.keys, pages.deadline)
+        for position in range(is_here.index(False)):
+            pages.present(position)
+        pages.reject(is_here.index(False))
+
+
+def put_again(guard: Store, pages: int, new_pages: int = 0) -> list[SetOutcome]:
+    """Store the same pages as ever, and after them new ones; return the outcomes."""
+    keys = [*make_keys(pages), *make_keys(new_pages, f"chain {next(chains)}")]
+    return guard.batch_set(keys, full_frames(guard.codec, keys), parent=None, deadline=math.inf)
+
+
+def test_a_store_that_rejects_new_pages_keeps_nothing_although_others_are_present(
+    guard_of: Callable[..., Store], clock: ManualClock
+) -> None:
+    """Engines compute stored prompts again all the time."""
+    store = Full()
+    guard = guard_of(store)
+    store.is_full = False
+    put_again(guard, 4)
+    store.is_full = True
+    assert put_again(guard, 4, 2) == [SetOutcome.PRESENT] * 4 + [SetOutcome.REJECTED] * 2
+    for _ in range(3):
+        clock.advance(CONFIRM_S)
+        assert put_again(guard, 4) == [SetOutcome.PRESENT] * 4
+        found = guard.health()
+        assert (found.state, found.cause, found.pages) == (HealthState.KEEPS_NOTHING, REJECTED, 2)
+    store.is_full = False
+    put_again(guard, 4, 1)
+    assert guard.health() == StoreHealth(HealthState.WORKING)
+
+
+def test_a_store_whose_new_pages_all_fail_is_not_used_although_others_are_present(
+    guard_of: Callable[..., Store],
+) -> None:
+    store = Troubled()
+    guard = guard_of(store)
+    for number in range(3):
+        store.fail_pages.clear()
+        put_again(guard, 8)
+        new = make_keys(1, f"fails {number}")
+        store.fail_pages = set(new)
+        keys = [*make_keys(8), *new]
+        outcomes = guard.batch_set(keys, full_frames(guard.codec, keys), parent=None, deadline=math.inf)
+        assert outcomes == [SetOutcome.PRESENT] * 8 + [SetOutcome.ERROR]
+    assert not guard.may_pass(WRITE)
+    assert (guard.health().state, guard.health().cause) == (HealthState.KEEPS_NOTHING, "down")
+
+
+@pytest.mark.parametrize("is_full", [True, False])
+def test_a_probe_proves_nothing_if_it_is_rejected_and_after_pages_were_rejected(
+    guard_of: Callable[..., Store], clock: ManualClock, is_full: bool
+) -> None:
+    """A full store may have room for a probe page, which compresses to almost nothing."""
+    store = Rejecting()
+    guard = guard_of(store)
+    if not is_full:
+        assert put(guard) == {SetOutcome.REJECTED}
+    store.is_full, store.down = False, True
+    put(guard)
+    until_stopped(guard, WRITE)
+    store.is_full, store.down = is_full, False
+    for _ in range(2):
+        probe(guard, WRITE, clock)
+    assert guard.may_pass(WRITE) and guard.health().state is HealthState.KEEPS_NOTHING
+    store.is_full = False
+    put(guard)
+    assert not guard.health().is_problem
+
+
 class Speechless(Rejecting):
     """A store of another package, whose reason is a bug."""
 
@@ -244,7 +322,7 @@ def test_pages_that_wait_for_room_in_flight_until_their_deadline_are_not_kept() 
         clock.advance(CONFIRM_S)
         found = admission.health()
         assert (found.state, found.cause, found.pages) == (HealthState.KEEPS_NOTHING, BUSY, 3)
-        call.result, call.kept = CallResult.GOOD, True
+        call.result, call.kept = CallResult.GOOD, SetOutcome.STORED
     assert admission.health().state is HealthState.WORKING, "the call in flight has kept its pages"
 
 

@@ -16,7 +16,9 @@ from typing import Any
 import pytest
 
 from hicache.admin.models import Status
+from hicache.backends.errors import ErrorKind
 from hicache.backends.remote import RemoteDriver
+from hicache.backends.remote.client import kinds_of
 from hicache.backends.testing import store_of
 from hicache.cli.ctl_client import AdminClient, Endpoint
 from hicache.config.remote_storage import RemoteStorageOptions
@@ -243,3 +245,9 @@ def test_a_socket_that_this_user_may_not_open_is_named(plain: Daemon) -> None:
     command = [sys.executable, "-c", _AS_OTHER, str(plain.socket)]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     assert "run this process as the user of the daemon" in said and NOT_STARTED not in said
+
+
+def test_the_cause_for_which_the_daemon_s_store_keeps_nothing_has_the_same_words_at_the_engine() -> None:
+    assert kinds_of({"errors": ["EROFS", "SQLITE_FULL", "guard_busy", "never heard of"]}, 9) == [
+        "EROFS", "SQLITE_FULL", ErrorKind.BUSY, ErrorKind.SERVER_ERROR,
+    ]  # fmt: skip
