@@ -20,14 +20,14 @@ from ...cli.interrupts import noted_signals
 from ...cli.log_options import LOG_OPTIONS, log_options, start_log
 from ...cli.main import FOUND_EXIT_CODE, Failure, needs_of, output_failures
 from ...cli.model_shapes import PRESETS
-from ...cli.progress import follow
+from ...cli.progress import followed
 from ...config import HiCacheConfig, entry_of_variable, load_config
 from ...config.logging import LoggingConfig
 from ...config.ready import ready_file
 from ...config.section import TOKENS_MAX
 from ..replay.job import SYNTHETIC_REQUESTS, ReplayJob
 from ..replay.report import html_report
-from ..replay.result import ReplayResult, Sample, samples_csv
+from ..replay.result import ReplayResult, samples_csv
 from ..speeds import Speeds
 from ..traces.routing import Routing
 from ..traces.trace import REQUESTS_MAX, line_count
@@ -136,8 +136,9 @@ def replay(
         with needs_of("replay"):  # torch, which takes seconds: the help and the checks above do without it
             from ..replay.ideal import ideal_of  # noqa: PLC0415
             from ..replay.processes import start_engines  # noqa: PLC0415
-        with closing(start_engines(job)) as engines:
-            follow(_until(stop, engines.run()), "replay", lambda sample: progress_of(sample, job))
+        with closing(start_engines(job, lambda: bool(stop))) as engines:
+            for _ in followed(engines.run(), "replay", lambda sample: progress_of(sample, job)):
+                pass
             result = engines.result()
         result = replace(result, ideal=ideal_of(job, result))
         _report(console, result, *files)
@@ -145,13 +146,6 @@ def replay(
         console.print(f"0 wrong bytes of {result.checked_bytes:,} compared", style="bold green", highlight=False)
     if stop:
         sys.exit(128 + stop[0])
-
-
-def _until(stop: list[int], samples: Iterator[Sample]) -> Iterator[Sample]:
-    for sample in samples:
-        yield sample
-        if stop:
-            return
 
 
 def replay_config(

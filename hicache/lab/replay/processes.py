@@ -13,7 +13,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection, Pipe, wait
@@ -25,6 +25,7 @@ from ...units import Share
 from .job import ReplayJob
 from .result import ReplayResult, Sample, merged
 from .runner import SAMPLE_EVERY_S, start
+from .stand_in import never
 from .virtual.engines import VirtualEngines
 
 # The time that children may take for their last answer: closing a cache takes at most five seconds.
@@ -34,10 +35,10 @@ ANSWER_S_MAX = 20.0
 class InProcess:
     """One engine on the calling thread. `run` once, then `result`, then `close`. Raises as `start`."""
 
-    def __init__(self, job: ReplayJob) -> None:
+    def __init__(self, job: ReplayJob, is_stopped: Callable[[], bool] = never) -> None:
         # Copies of pages are too small to benefit from more threads, which would take cores from the workers.
         torch.set_num_threads(1)
-        self._replay = start(job)
+        self._replay = start(job, is_stopped)
 
     def run(self) -> Iterator[Sample]:
         """Run the replay and yield samples of the state. The caller may stop before the end. Raises HiCacheError."""
@@ -98,7 +99,8 @@ class _Child:
 class Children:
     """One process for each number below `job.processes`, with the methods of `InProcess`."""
 
-    def __init__(self, job: ReplayJob) -> None:
+    def __init__(self, job: ReplayJob, is_stopped: Callable[[], bool] = never) -> None:
+        self._is_stopped = is_stopped
         self._children: list[_Child] = []
         with ExitStack() as undo:
             undo.callback(self.close)
@@ -107,7 +109,7 @@ class Children:
             undo.pop_all()
 
     def run(self) -> Iterator[Sample]:
-        while self._read():
+        while self._read() and not self._is_stopped():
             samples = [child.sample for child in self._children if child.sample is not None]
             if samples:
                 yield merged(samples)
@@ -138,27 +140,28 @@ class Children:
         return bool(waited_for)
 
 
-def start_engines(job: ReplayJob) -> InProcess | Children | VirtualEngines:
-    """Return the engines of a job; a single engine runs in this process, and so do all in virtual time. Raises as
-    `start` does; `run` raises the errors of children."""
+def start_engines(
+    job: ReplayJob, is_stopped: Callable[[], bool] = never
+) -> InProcess | Children | VirtualEngines:
+    """Return the engines of a job; a single engine runs in this process, and so do all in virtual time. Once
+    `is_stopped` is True, their `run` ends within a second. Raises as `start` does; `run` raises the errors of children.
+    """
     if job.virtual:
-        return VirtualEngines(job)
+        return VirtualEngines(job, is_stopped)
     if job.processes > 1 and isinstance(job.config.host.size, Share):
         raise ConfigError(
             f"replay: host.size: a share needs one pool per machine; with {job.processes} processes write a size: 1GiB"
         )
-    return InProcess(job) if job.processes == 1 else Children(job)
+    return InProcess(job, is_stopped) if job.processes == 1 else Children(job, is_stopped)
 
 
 def main() -> None:
     """Run a child; see the module's docstring."""
     with Connection(int(sys.argv[1])) as pipe, suppress(ConnectionError, EOFError):  # the parent has ended
         try:
-            with closing(InProcess(pipe.recv())) as engines:
+            with closing(InProcess(pipe.recv(), pipe.poll)) as engines:
                 for sample in engines.run():
                     pipe.send(sample)
-                    if pipe.poll():
-                        break
                 pipe.send(engines.result())
         except HiCacheError as error:
             pipe.send(str(error))

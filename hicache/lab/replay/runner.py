@@ -9,7 +9,7 @@ Locking design: all calls are made on one thread, which owns all fields, so no l
 from __future__ import annotations
 
 import math
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import ExitStack
 
 import torch
@@ -27,7 +27,7 @@ from ..traces.routing import Router
 from ..traces.tokens import TokenSource
 from .job import ReplayJob
 from .result import ReplayResult, Requests, Sample, Series, Setup
-from .stand_in import StandIn
+from .stand_in import StandIn, never
 from .timing import Histogram, SchedulerClock
 
 # The interval of samples. A sample queries the usage of storage, which is I/O, so it is not taken in every step.
@@ -37,9 +37,14 @@ SETTLE_S_MAX = 60.0
 
 
 class Replay:
-    """See the module's docstring. Owns `cache`: `close` closes it. Raises InvalidInput for a bad trace."""
+    """See the module's docstring. Owns `cache`: `close` closes it. `is_stopped` is asked in every step, and while a
+    forward takes its time; once it is True, `run` ends. Raises InvalidInput for a bad trace.
+    """
 
-    def __init__(self, cache: TreeCache, job: ReplayJob, *, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, cache: TreeCache, job: ReplayJob, *, clock: Clock = SYSTEM_CLOCK,
+        is_stopped: Callable[[], bool] = never,
+    ) -> None:  # fmt: skip
         self.job = job
         self.cache = cache
         self.complete = False  # `run` has reached its end
@@ -49,7 +54,7 @@ class Replay:
         self.first_token = Histogram()
         self.series = Series()
         self.model = StandIn(cache.device, job.speeds.compute, decode_step_s=job.decode_step_s,
-                             has_bytes=not job.virtual, clock=clock)  # fmt: skip
+                             has_bytes=not job.virtual, clock=clock, is_stopped=is_stopped)  # fmt: skip
         bounds = EngineOptions(
             running_max=job.running_max, waiting_max=job.waiting_max, prefill_tokens_max=job.prefill_tokens_max,
             schedule=job.config.schedule,
@@ -60,16 +65,17 @@ class Replay:
         self._source = TokenSource()
         self._router = Router(job.routing, job.processes)
         self._clock = clock
+        self._is_stopped = is_stopped
         self._start_s = self._end_s = clock()
 
     def run(self) -> Generator[Sample, None, None]:
         """Replay the trace. Yield a sample every `SAMPLE_EVERY_S`, the last one when all pages are stored.
 
-        The caller may stop between samples; then `close` cancels the work in flight. Raises InvalidInput for a bad line
-        of the trace, TransferError if a copy fails.
+        The caller may stop between samples; then `close` cancels the work in flight, as after `is_stopped`. Raises
+        InvalidInput for a bad line of the trace, TransferError if a copy fails.
         """
         self._start_s = sample_s = self._clock()
-        while not self.finished:
+        while not self.finished and not self._is_stopped():
             self.step()
             now_s = self._clock()
             if now_s >= sample_s:
@@ -77,10 +83,10 @@ class Replay:
                 yield self.sample()
             self.rest()
         deadline_s = self._clock() + SETTLE_S_MAX
-        while not self.cache.drain(SAMPLE_EVERY_S) and self._clock() < deadline_s:
+        while not self._is_stopped() and not self.cache.drain(SAMPLE_EVERY_S) and self._clock() < deadline_s:
             yield self.sample()
+        self.complete = not self._is_stopped()
         yield self.sample()
-        self.complete = True
 
     def step(self) -> None:
         """Submit the requests that are due, and run one step of the scheduler."""
@@ -105,24 +111,29 @@ class Replay:
     @property
     def next_arrival_s(self) -> float:
         """The time of the clock at which the next request arrives; infinity if that depends on the queue."""
-        late_s = math.inf if self._next is None else -self._late_s(self._next)
-        return math.inf if late_s <= 0 else self._clock() + late_s
+        due_s = math.inf if self._next is None else self._due_s(self._next)
+        return math.inf if due_s <= self._clock() else due_s
 
     def _arrive(self) -> None:
         """Submit the requests that are due while the queue has room."""
         while self._next is not None and self.engine.waiting < self.job.waiting_max:
-            late_s = self._late_s(self._next)
+            due_s = self._due_s(self._next)
+            late_s = self._clock() - due_s
             if late_s < 0:
                 break
             self.late_s = max(self.late_s, late_s)
             self._submit(self._next)
             self._next = next(self._trace, None)
 
-    def _late_s(self, request: TraceRequest) -> float:
-        """Return the time since the request was due; negative if it is not due yet."""
+    def _due_s(self, request: TraceRequest) -> float:
+        """Return the time of the clock at which the request is due: now if it only waits for the queue.
+
+        The time is the same at each call. A remaining time would have another rounding error at each call, and a
+        virtual clock that is one error too early would wait for ever.
+        """
         if self.job.speed_up is None:
-            return 0.0
-        return self._clock() - self._start_s - request.timestamp_ms / 1000 / self.job.speed_up
+            return self._clock()
+        return self._start_s + request.timestamp_ms / 1000 / self.job.speed_up
 
     def _submit(self, traced: TraceRequest) -> None:
         prompt = self._source.take(traced)
@@ -224,8 +235,8 @@ def moved_bytes(state: CacheStatistics) -> dict[str, int]:
     }
 
 
-def start(job: ReplayJob) -> Replay:
-    """Open the trace, build the cache, and return the replay, ready to `run`.
+def start(job: ReplayJob, is_stopped: Callable[[], bool] = never) -> Replay:
+    """Open the trace, build the cache, and return the replay, ready to `run`. `is_stopped`: see `Replay`.
 
     Raises InvalidInput, ConfigError, CapacityError and BackendError with the necessary change. After an error no thread
     is left running.
@@ -235,7 +246,7 @@ def start(job: ReplayJob) -> Replay:
     cache = create_cache(job.config, namespace_of(job.preset, job.config.page_size), device=torch.device(job.device))
     with ExitStack() as undo:
         undo.callback(cache.close)
-        replay = Replay(cache, job)
+        replay = Replay(cache, job, is_stopped=is_stopped)
         undo.pop_all()
     return replay
 

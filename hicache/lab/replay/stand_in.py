@@ -16,8 +16,9 @@ Invariant, verified by `check()`: all whole pages of the `kv_tokens` of a runnin
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -42,6 +43,13 @@ WORD_BYTES = 8
 Seeds: TypeAlias = npt.NDArray[np.int64]
 _NO_SEEDS: Seeds = np.empty(0, np.int64)
 _INSTANT = ComputeSpeed()
+# How often a forward that takes real time looks whether the replay has been stopped.
+_LOOK_S = 0.2
+
+
+def never() -> bool:
+    """Return False: the replay is not stopped."""
+    return False
 
 
 def page_seeds(keys: Sequence[bytes]) -> Seeds:
@@ -96,10 +104,12 @@ class _Stamped(NamedTuple):
     end_s: float
     took_s: float | None
     clock: Clock
+    is_stopped: Callable[[], bool]
+    look_s: float
 
     def wait(self) -> float | None:
-        if self.took_s is not None:
-            self.clock.sleep(self.end_s - self.clock())
+        while self.took_s is not None and (left_s := self.end_s - self.clock()) > 0 and not self.is_stopped():
+            self.clock.sleep(min(left_s, self.look_s))
         return self.took_s
 
     def token(self, index: int) -> int:
@@ -108,7 +118,7 @@ class _Stamped(NamedTuple):
 
 class StandIn:
     """See the module's docstring. A forward takes as long as `compute` says, or `decode_step_s` without prompt tokens,
-    while copies and storage work. Times are those of `clock`.
+    while copies and storage work, less if `is_stopped` becomes True. Times are those of `clock`.
 
     Without `has_bytes` nothing is stamped or compared, for pools without memory; then a forward computes its layers as
     they arrive. REQUIRES: a pool of `hicache.tiers`. Raises InvalidInput for a geometry whose layers are not whole
@@ -127,6 +137,7 @@ class StandIn:
         decode_step_s: float = 0.0,
         has_bytes: bool = True,
         clock: Clock = SYSTEM_CLOCK,
+        is_stopped: Callable[[], bool] = never,
     ) -> None:
         self.pool = pool
         self.context_tokens = pool.pages * pool.geometry.page_size
@@ -135,6 +146,7 @@ class StandIn:
         self._speed = compute
         self._decode_step_s = decode_step_s
         self._clock = clock
+        self._is_stopped = is_stopped
         self._known: dict[str, _Known] = {}
 
     def expect(self, rid: str, prompt: Prompt) -> None:
@@ -178,7 +190,8 @@ class StandIn:
             self._compare_prefixes(self._bytes, [request for request, _ in batch])
             self._stamp(self._bytes, batch)
             next_tokens = self._next_tokens(batch)
-        return _Stamped(next_tokens, end_s, took_s or None, self._clock)
+        look_s = math.inf if self._bytes is None else _LOOK_S  # virtual time does not take time
+        return _Stamped(next_tokens, end_s, took_s or None, self._clock, self._is_stopped, look_s)
 
     def _next_tokens(self, batch: Batch) -> list[int]:
         return [self._known[request.rid].next_token(request.kv_tokens + count - request.prompt_tokens)

@@ -69,15 +69,16 @@ def test_the_bare_command_replays_a_synthetic_trace_and_leaves_nothing(
     assert not (repository / "replay-data").exists()
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize(("processes", "rate"), [("1", "100000"), ("2", "100000"), ("2", "1")])
 def test_ctrl_c_prints_the_report_so_far_and_ends_everything(
-    repository: Path, tmp_path: Path, trace: Path, processes: str
+    repository: Path, tmp_path: Path, trace: Path, processes: str, rate: str
 ) -> None:
+    """At one token per second it comes in the middle of a forward of 17 minutes."""
     store, json_file = tmp_path / "pages", tmp_path / "report.json"
     write_trace(trace, rounds(8, 20_000))
     process = start(
-        repository, "replay", str(trace), *SMALL, "--processes", processes, "--store", str(store),
-        "--json", str(json_file),
+        repository, "replay", str(trace), *SMALL, "--processes", processes, "--prefill-rate", rate,
+        "--store", str(store), "--json", str(json_file),
     )  # fmt: skip
     assert process.stdout is not None
     assert "replaying trace.jsonl" in process.stdout.readline()

@@ -114,16 +114,17 @@ def test_options_of_the_other_kind_of_time_are_errors(trace: Path, options: tupl
     assert says in " ".join(output.split())
 
 
-def test_ctrl_c_ends_a_virtual_replay_with_a_report_of_whole_steps(
-    repository: Path, tmp_path: Path, trace: Path
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_virtual_replay_with_a_report_of_whole_steps(
+    repository: Path, tmp_path: Path, trace: Path, number: signal.Signals
 ) -> None:
     json_file = tmp_path / "report.json"
     write_trace(trace, rounds(8, 20_000))
     process = start(repository, "replay", str(trace), *VIRTUAL, "--processes", "2", "--json", str(json_file))
     assert process.stdout is not None
     assert "replaying trace.jsonl" in process.stdout.readline()
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     code, output = finish(process)
-    assert code == 130, output
+    assert code == 128 + number, output
     assert "interrupted" in output
     assert json.loads(json_file.read_text())["complete"] is False

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
+import random
 import subprocess
 import sys
 import threading
@@ -258,7 +260,7 @@ def test_a_virtual_replay_starts_no_thread_and_moves_no_byte(tmp_path: Path) -> 
 @pytest.mark.parametrize("storage", ["memory", "redis"])
 def test_a_table_never_exceeds_its_capacity_and_evicts_as_its_type_does(tmp_path: Path, storage: str) -> None:
     capacity = 40 * FRAME_BYTES
-    entries = {"storage.options.capacity_bytes": str(capacity)}
+    entries = {"storage.options.capacity": str(capacity)}
     if storage == "redis":
         entries = {"storage.options.capacity": "1MiB", "storage.options.url": "redis://localhost"}
     config = small_config(storage=storage, device=2048, host=2048, **entries)
@@ -281,6 +283,30 @@ def test_what_cannot_run_without_bytes_is_refused_with_the_change_to_make(tmp_pa
         HiCacheConfig(page_size=checked.page_size, device=checked.device, host=HostConfig(size="50%"))
     )
     assert "lower host.size" in refused(small_config(host=1 << 40))  # 192 TiB of frames: more than an address has bits
+
+
+def test_arrivals_at_any_millisecond_are_reached_exactly(tmp_path: Path) -> None:
+    """Sums and differences of such times have rounding errors. A clock that stops one error before an arrival would
+    wait for ever, and so would this test."""
+    times = [0, *random.Random(7).sample(range(1, 100_000), 60)]
+    trace = [request(i, [i], output=1, at_ms=at_ms) for i, at_ms in enumerate(sorted(times))]
+    one = job(tmp_path, trace, small_config(storage=None), speeds=fast(), speed_up=1.7)
+    result = run(one)
+    assert result.complete and result.requests.ended == len(trace)
+    assert result.elapsed_s >= max(times) / 1.7 / 1000
+
+
+@pytest.mark.parametrize("virtual", [True, False])
+def test_a_replay_ends_in_the_middle_of_a_long_forward_once_it_is_stopped(tmp_path: Path, virtual: bool) -> None:
+    """A forward takes 20 minutes. Nothing but `is_stopped` can end a real one in the time of this test."""
+    asked = itertools.count()
+    speeds = Speeds(compute=ComputeSpeed(tokens_per_s=1.0))
+    one = job(tmp_path, rounds(4, 2), small_config(storage=None), speeds=speeds, virtual=virtual)
+    with closing(start_engines(one, lambda: next(asked) >= 10)) as engines:
+        for _ in engines.run():
+            pass
+        result = engines.result()
+    assert not result.complete and result.requests.ended < 8
 
 
 def test_a_replay_that_is_stopped_reports_whole_steps(tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -22,6 +22,7 @@ from ....units import SIZE_MAX_BYTES
 from ..job import ReplayJob
 from ..result import ReplayResult, Sample, merged
 from ..runner import Replay, namespace_of
+from ..stand_in import never
 from .clock import VirtualClock
 from .machine import UntouchedHostPool, VirtualCopyEngine, VirtualWorkers, untouched_device_pool
 from .store import FileTable, Table, TableDriver, UnverifiedCodec
@@ -38,8 +39,10 @@ _ENOUGH = DeviceMemory(SIZE_MAX_BYTES, SIZE_MAX_BYTES)
 class VirtualReplay(Replay):
     """A replay whose scheduler waits for the next event instead of a fixed time."""
 
-    def __init__(self, cache: HiRadixCache, job: ReplayJob, clock: VirtualClock) -> None:
-        super().__init__(cache, job, clock=clock)
+    def __init__(
+        self, cache: HiRadixCache, job: ReplayJob, clock: VirtualClock, is_stopped: Callable[[], bool]
+    ) -> None:
+        super().__init__(cache, job, clock=clock, is_stopped=is_stopped)
         self._events = clock
 
     def rest(self) -> None:
@@ -55,11 +58,13 @@ class VirtualEngines:
     """The engines of a job, with the methods of `InProcess`. Raises ConfigError for a configuration that cannot run
     without moving bytes, and InvalidInput as `start`."""
 
-    def __init__(self, job: ReplayJob) -> None:
+    def __init__(self, job: ReplayJob, is_stopped: Callable[[], bool] = never) -> None:
         self._clock = VirtualClock()
         table = _table(job, self._clock)
         jobs = [replace(job, process=process) for process in range(job.processes)]
-        self._replays = [VirtualReplay(_cache(one, self._clock, table), one, self._clock) for one in jobs]
+        self._replays = [
+            VirtualReplay(_cache(one, self._clock, table), one, self._clock, is_stopped) for one in jobs
+        ]
         self._latest: dict[int, Sample] = {}
         self._running = 0
         self._is_stopped = False
