@@ -18,6 +18,8 @@ Sides: TypeAlias = "list[Callable[[], object]]"
 COLUMNS = ("what", "ours", "reference", "ratio", "goal")
 # The page that all processes of a benchmark append their tables to. A variable, because some start others.
 PAGE_VARIABLE = "HICACHE_BENCHMARK_PAGE"
+# With it, each table is made once with the smallest sizes: its figures mean nothing, but it shows that it can be made.
+SMALLEST_VARIABLE = "HICACHE_BENCHMARK_SMALLEST"
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,12 +36,17 @@ class Row:
     goal: float | None = None
 
 
+def reduced(usual: int, smallest: int = 1) -> int:
+    """Return a number of runs, pages or other things: `usual`, or `smallest` with `--smallest`."""
+    return smallest if SMALLEST_VARIABLE in os.environ else usual
+
+
 def alternate(runs: int, sides: Sides, before: Callable[[], object] | None = None) -> list[list[float]]:
     """Run the sides in turns; return the seconds of each run of each side. `before` runs untimed before each turn; the
     garbage collector is off."""
     times: list[list[float]] = [[] for _ in sides]
     gc.disable()
-    for _ in range(runs):
+    for _ in range(reduced(runs)):
         if before is not None:
             before()
         for side, taken in zip(sides, times, strict=True):

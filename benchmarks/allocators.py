@@ -17,10 +17,10 @@ import torch
 
 from hicache.tiers import PageAllocator, PagedTokenToKVPoolAllocator
 
-from ._table import Row, alternate, print_table, row
+from ._table import Row, alternate, print_table, reduced, row
 
 PAGE = 64
-POOL_PAGES = 32_768
+POOL_PAGES = reduced(32_768, 1024)
 RUNS = 100
 # The goal where the reference does the same work without checking arguments and double frees.
 UNCHECKED = 2.0

@@ -30,11 +30,11 @@ from hicache.lab.engine.factory import BUNDLED_MODEL
 from hicache.lab.engine.model import TILE
 from hicache.tiers import HostPool, HostWindow, MHATokenToKVPool, RequestToTokenPool, create_copy_engine
 
-from ._table import Row, print_table
+from ._table import Row, print_table, reduced
 
 PAGE_SIZE = 16
 PROMPT_TOKENS = 513  # 32 whole pages, and one token that is always computed
-PROMPTS = 64
+PROMPTS = reduced(64, 4)
 WARM_UP_PROMPTS = 4  # computed first, as serving engines do; from them the cache measures the speed of prefill
 DRAIN_S = 60.0
 

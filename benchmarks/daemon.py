@@ -43,7 +43,7 @@ if __package__ in (None, ""):
 import aiofiles
 import yaml
 
-from benchmarks._table import Row, print_table, rate_rows, row, timed
+from benchmarks._table import Row, print_table, rate_rows, reduced, row, timed
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.file import FileDriver
 from hicache.backends.remote import RemoteDriver
@@ -59,9 +59,9 @@ from hicache.shared_memory import Layout, SharedMemory
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
 _MIB, _GIB = 1 << 20, 1 << 30
 _BATCH_PAGES = 16
-_ROUNDS_MIN = 5
+_ROUNDS_MIN = reduced(5)
 _KEYS = 500
-_LOOKUPS = 300
+_LOOKUPS = reduced(300, 2)
 # Each connection is a thread on both sides: more threads than cores would only slow each other down.
 _CONNECTIONS = min(4, os.cpu_count() or 1)
 _CLIENT_PAGE_BYTES, _CLIENT_PAGES = 256 << 10, 8
@@ -397,8 +397,8 @@ def folder_in(path: str | None) -> Iterator[Path]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=5.0, help="of each table with rounds")
-    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--seconds", type=float, default=reduced(50) / 10, help="of each table with rounds")
+    parser.add_argument("--clients", type=int, default=reduced(64, 2))
     parser.add_argument("--path", default="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
     arguments = parser.parse_args()
     if any(os.environ.get(name) != value for name, value in _MALLOC.items()):

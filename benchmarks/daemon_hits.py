@@ -27,7 +27,7 @@ from hicache.errors import BackendError
 from hicache.lab.devservers import ValkeyServer
 from hicache.lab.devservers.ports import LOOPBACK, free_ports
 
-from ._table import Row, print_table
+from ._table import Row, print_table, reduced
 from .daemon import Daemon, Pages, _soon, file_storage, folder_in
 
 _PAGE_BYTES, _RUN_PAGES, _PROMPTS = 64 << 10, 8, 40
@@ -124,7 +124,7 @@ def _redis(port: int) -> dict[str, Any]:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--requests", type=int, default=600)
+    parser.add_argument("--requests", type=int, default=reduced(600, 40))
     parser.add_argument("--path", default="/dev/shm" if os.access("/dev/shm", os.W_OK) else None)
     arguments = parser.parse_args()
     with folder_in(arguments.path) as folder:

@@ -26,7 +26,7 @@ from hicache.config import HiCacheConfig
 from hicache.geometry import KVGeometry
 from hicache.keys import Namespace, RadixKey
 
-from ._table import Row, print_table
+from ._table import Row, print_table, reduced
 from .daemon import Daemon, file_storage, folder_in
 
 _GEOMETRY = KVGeometry(layers=4, heads=8, head_dim=64, page_size=64, dtype="float16")
@@ -135,8 +135,8 @@ def _percentile(times: list[float], percent: int) -> float:
 def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=40, help="of each side in a round")
-    parser.add_argument("--rounds", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=reduced(40, 4), help="of each side in a round")
+    parser.add_argument("--rounds", type=int, default=reduced(20))
     arguments = parser.parse_args()
     with contextlib.ExitStack() as stack:
         folder = stack.enter_context(folder_in("/dev/shm" if os.access("/dev/shm", os.W_OK) else None))

@@ -32,17 +32,17 @@ from hicache.keys import RadixKey, page_keys, token_bytes
 from hicache.policies import POLICIES
 from hicache.radix import Node, RadixTree
 
-from ._table import Row, print_table
+from ._table import Row, print_table, reduced
 
-EVENTS = 8_000
+EVENTS = reduced(8_000, 400)
 PAGE_SIZE = 64
-RUNS = 5
+RUNS = reduced(5)
 # The scheduler's part is so short that only many short runs avoid disturbance by other processes.
 SHORT_EVENTS = 200
-SHORT_RUNS = 300
+SHORT_RUNS = reduced(300, 2)
 CAPACITY_BYTES = 1 << 30
 PER_BATCH = 64
-SNAPSHOT_NODES = 100_000
+SNAPSHOT_NODES = reduced(100_000, 1000)
 DEPTH = 100
 
 

@@ -26,7 +26,7 @@ from collections.abc import Callable, Sequence
 if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks._table import Row, print_table, rate_rows, timed
+from benchmarks._table import Row, print_table, rate_rows, reduced, timed
 from hicache.backends.file import FileDriver
 from hicache.backends.store import UNGUARDED, Store
 from hicache.config import FileStorageOptions
@@ -35,9 +35,9 @@ from hicache.frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView, header
 # These settings keep freed memory: memory returned to the machine is touched again at only 0.5 GB/s.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
 _MIB = 1 << 20
-_BATCH_PAGES = 128
+_BATCH_PAGES = reduced(128, 4)
 _PARTS = 64
-_ROUNDS_MAX = 15
+_ROUNDS_MAX = reduced(15, 2)
 _ROUNDS_MIN = 3
 _FOREVER_S = 600.0
 _SIDES = ("plain", "ours", "parts")

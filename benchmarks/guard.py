@@ -24,12 +24,12 @@ from hicache.backends.store import Store
 from hicache.config import FileStorageOptions
 from hicache.frame import FrameCodec
 
-from ._table import Row, alternate, print_table, row
+from ._table import Row, alternate, print_table, reduced, row
 
 PAYLOAD_BYTES = 2 << 20
 BATCH_PAGES = 16
 RUNS = 100
-LOOKS = 1000
+LOOKS = reduced(1000, 2)
 # Bookkeeping may cost a few microseconds per step.
 LOOK_LIMIT_US = 2.0
 # The goal for a controller's usual read, a batch of large pages. Single lookups have no goal, as they move no bytes.

@@ -56,15 +56,17 @@ FRAME_BYTES = frame_bytes(PRESETS["tiny"].geometry(PAGE_SIZE).payload_bytes)
 SLOW = f"write={PREFILL_TOKENS_PER_S // PAGE_SIZE // 4 * FRAME_BYTES}B/s"
 
 
-def replayed(trace: str | None, requests: int, speeds: str = "", **entries: object) -> Report:
-    """Run one `hicache replay --virtual` in a separate process and return its report. `entries` are configuration
-    entries, with two underscores for each dot. If it failed, the benchmark ends and prints its output."""
+def replayed(
+    trace: str | None, requests: int, speeds: str = "", *, virtual: bool = True, **entries: object
+) -> Report:
+    """Run one `hicache replay`, in virtual or in real time, in a separate process and return its report. `entries` are
+    configuration entries, with two underscores for each dot. If it failed, the benchmark ends and prints its output."""
     settings = [f"{name.replace('__', '.')}={value}" for name, value in entries.items()]
     with tempfile.TemporaryDirectory(prefix="hicache-bench-") as folder:
         file = Path(folder) / "report.json"
         ended = subprocess.run(
             [sys.executable, "-m", "hicache", "replay", *([trace] if trace else []), "--requests", str(requests),
-             "--virtual", *(["--storage", speeds] if speeds else []),
+             *(["--virtual"] if virtual else []), *(["--storage", speeds] if speeds else []),
              "--prefill-rate", str(PREFILL_TOKENS_PER_S), "--json", str(file),
              *(part for setting in settings for part in ("--set", setting))],
             capture_output=True, text=True, check=False,

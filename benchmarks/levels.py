@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks._table import Row, alternate, print_table, row
+from benchmarks._table import Row, alternate, print_table, reduced, row
 from hicache.backends.compose import Levels, Part
 from hicache.backends.file import FileDriver
 from hicache.backends.registry import BackendSpec, open_spec
@@ -149,7 +149,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description="Levels of two stores against the file backend alone")
     parser.add_argument("--path", help="directory to write in (default: a temporary one below the current directory)")
-    parser.add_argument("--runs", type=int, default=60, help="batches per side and case")
+    parser.add_argument("--runs", type=int, default=reduced(60), help="batches per side and case")
     parser.add_argument("--page-kib", type=int, nargs="+", default=[256, 2048, 8192])
     parser.add_argument("--below", choices=("memory", "s3"), default="memory", help="kind of the second level")
     options = parser.parse_args()

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks._table import Row, print_table, rate_rows, timed
+from benchmarks._table import Row, print_table, rate_rows, reduced, timed
 from hicache.backends.mooncake import MooncakeDriver
 from hicache.backends.mooncake.buffers import address_of
 from hicache.backends.mooncake.client import join_store
@@ -34,7 +34,7 @@ from hicache.lab.devservers import MooncakeClientDaemon, MooncakeMaster
 # These settings keep freed memory: memory returned to the machine is touched again at only 0.5 GB/s.
 _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
 _KIB, _MIB = 1 << 10, 1 << 20
-_ROUNDS_MAX = 25
+_ROUNDS_MAX = reduced(25, 2)
 _ROUNDS_MIN = 3
 _FOREVER_S = 600.0
 _GOAL = 0.95

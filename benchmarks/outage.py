@@ -31,13 +31,13 @@ from hicache.geometry import KVGeometry
 from hicache.keys import RadixKey
 from hicache.tiers import HostPool, HostWindow, create_copy_engine, create_device_pool
 
-from ._table import Row, print_table, row
+from ._table import Row, print_table, reduced, row
 
 GEOMETRY = KVGeometry(layers=2, heads=1, head_dim=8, page_size=64)
 RUN_PAGES = 8  # per request
 REQUESTS = 128  # L1 has room for so many
-ROUNDS = 3
-STEPS = 2000  # per side in a round
+ROUNDS = reduced(3)
+STEPS = reduced(2000, 100)  # per side in a round
 STEPS_PER_REQUEST = 2
 # The pause after a step, in which workers run; an engine's step takes longer.
 PAUSE_S = 0.001

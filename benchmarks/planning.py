@@ -89,7 +89,7 @@ def real_rows(trace: list[str], requests: int) -> list[Row]:
         for store in ("memory", "file"):
             with tempfile.TemporaryDirectory(prefix="hicache-bench-") as folder:
                 config = Path(folder, "store.json")
-                options: dict[str, Any] = {"capacity_bytes": pages * page_bytes}
+                options: dict[str, Any] = {"capacity": pages * page_bytes}
                 if store == "file":
                     options = {"capacity": f"{pages * page_bytes}B", "path": f"{folder}/pages", "free_space_floor": 0}
                 storage = {"type": store, "options": options}
@@ -124,7 +124,7 @@ def plan_rows(trace: list[str], requests: int) -> list[Row]:
                 "replay", *trace, "--requests", str(requests), "--model", "llama-3.1-8b", *H100, "--virtual",
                 "--storage", FAST_STORE, "--device-tokens", str(device), "--host-tokens", str(host),
                 "--set", "storage.type=memory", "--set",
-                f"storage.options.capacity_bytes={storage // 64 * (64 * token_bytes + 4096)}",
+                f"storage.options.capacity={storage // 64 * (64 * token_bytes + 4096)}",
                 "--processes", str(nodes), "--routing", "session", "--speed-up", "1",
             ).report["tokens"]["hits"]  # fmt: skip
             what = f"{nodes} x (L1 {_tokens(device)}, L2 {_tokens(host)}), L3 {_tokens(storage)} tokens"

@@ -36,16 +36,16 @@ from hicache.keys import RadixKey, page_keys
 from hicache.tiers import CopyEngine, EngineBlocks, Fence, HostPool, HostWindow, Transfer, create_device_pool
 from hicache.types import PageIds
 
-from ._table import Row, print_table, row
+from ._table import Row, print_table, reduced, row
 from .hits import replayed
 
 GEOMETRY = KVGeometry(layers=2, heads=1, head_dim=8, page_size=64)
 READS, STORES, COPIES = 32, 16, 16
 RUN_PAGES = 8  # per operation
-ROUNDS = 30
+ROUNDS = reduced(30)
 LIMIT_US, IDLE_LIMIT_US = 200.0, 20.0
 WAIT_S = 10.0
-REPLAYED_REQUESTS = 600
+REPLAYED_REQUESTS = reduced(600, 20)
 REQUEST_LIMIT_US = 1000.0
 
 
@@ -200,7 +200,7 @@ def run() -> list[Row]:
 
 def request_rows(trace: str | None) -> list[Row]:
     """Return rows of the scheduler's processor time per request of a replay."""
-    times = replayed(trace, REPLAYED_REQUESTS)["scheduler"]["request_cpu"]
+    times = replayed(trace, REPLAYED_REQUESTS, virtual=False)["scheduler"]["request_cpu"]
     return [
         Row(f"request of a replay, {percentile}th percentile", f"{times[field]:.0f} us", f"{REQUEST_LIMIT_US:.0f} us",
             times[field] / REQUEST_LIMIT_US, 1.0)

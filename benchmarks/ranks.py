@@ -24,12 +24,12 @@ from hicache.config import RanksConfig
 from hicache.controller.agreement import Agreement, Progress
 from hicache.controller.ranks import Reducer, TorchRankGroup
 
-from ._table import Row, print_table
+from ._table import Row, print_table, reduced
 
 DEADLINE_S = 30.0
 # A short decode step; longer ones hide more of the cost.
 PAUSE_S = 0.002
-STEPS = 1000
+STEPS = reduced(1000, 20)
 PREFETCH_PLACES = 64
 COUNTS = dict.fromkeys(("writes", "loads", "stores", "prefetches", "free host pages"), 0)
 
@@ -76,12 +76,12 @@ def _vector_length() -> int:
 def microseconds(call: Callable[[], None]) -> list[float]:
     """Return the microseconds of each step, after a few warm-up steps."""
     times = []
-    for _ in range(STEPS + 50):
+    for _ in range(STEPS + reduced(50)):
         time.sleep(PAUSE_S)
         begin = time.perf_counter()
         call()
         times.append(1e6 * (time.perf_counter() - begin))
-    return times[50:]
+    return times[reduced(50) :]
 
 
 def measure(rank: int, size: int, folder: str, results: Connection) -> None:
@@ -127,7 +127,7 @@ def _text(times: tuple[float, float]) -> str:
 
 def main() -> None:
     """Command line."""
-    rows = [row for size in (2, 4) for row in rows_of(size)]
+    rows = [row for size in (2, 4)[: reduced(2)] for row in rows_of(size)]
     print_table(f"Agreement per step, {_vector_length()} integers (reference: one blocking all-reduce)", rows)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks._table import Row, print_table, rate_rows, timed
+from benchmarks._table import Row, print_table, rate_rows, reduced, timed
 from hicache.backends.redis import RedisDriver
 from hicache.backends.store import UNGUARDED, Store
 from hicache.config.redis_storage import RedisStorageOptions
@@ -37,11 +37,11 @@ _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17
 _KIB = 1 << 10
 _MIB = 1 << 20
 _CONNECTIONS = 2
-_ROUNDS_MAX = 40
+_ROUNDS_MAX = reduced(40, 2)
 _ROUNDS_MIN = 4
 _FOREVER_S = 600.0
 _LOOKUP_KEYS = 500
-_LOOKUP_ROUNDS = 200
+_LOOKUP_ROUNDS = reduced(200, 2)
 _LOOKUP_LIMIT_S = 1e-3
 _NAME = "plain:%06d"
 

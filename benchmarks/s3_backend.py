@@ -35,7 +35,7 @@ import botocore.config
 import botocore.credentials
 import botocore.session
 
-from benchmarks._table import Row, print_table
+from benchmarks._table import Row, print_table, reduced
 from hicache.backends.prefix import stored_prefix
 from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.objects import object_name
@@ -50,7 +50,7 @@ _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 _ROUND_BYTES = 96 * _MIB
 _PAGES_MAX = 256
-_ROUNDS_MIN, _ROUNDS_MAX = 3, 12
+_ROUNDS_MIN, _ROUNDS_MAX = 3, reduced(12)
 _FOREVER_S = 600.0
 _EXISTS_KEYS, _EXISTS_REQUESTS_MAX = 500, 12
 _SPEED_GOAL, _CPU_GOAL = 0.9, 1.3

@@ -30,7 +30,7 @@ import numpy as np
 if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-from benchmarks._table import Row, alternate, print_table
+from benchmarks._table import Row, alternate, print_table, reduced
 from hicache.backends.file import FileDriver
 from hicache.backends.store import UNGUARDED, Store
 from hicache.config import FileStorageOptions
@@ -42,11 +42,11 @@ from hicache.tiers import MHATokenToKVPool, RequestToTokenPool
 KEY = bytes(32)
 NAMESPACE = bytes(32)
 SECRET = bytes(range(32))
-COLD_BYTES = 256 << 20  # more than the last-level cache holds
+COLD_BYTES = reduced(256, 8) << 20  # more than the last-level cache holds
 PAGE_BYTES = 2 << 20
-STORE_PAGES = 64
+STORE_PAGES = reduced(64, 8)
 GOAL = 1.1  # for the default tag, relative to the fastest store without a tag
-ROUNDS = 9
+ROUNDS = reduced(9)
 
 
 def best(runs: int, work: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:

@@ -28,13 +28,13 @@ from hicache.radix import POLICIES, RadixTree
 from hicache.tiers import device, token_slots
 
 from ._native import NativeTree, load_bindings
-from ._table import Row, Sides, alternate, print_table, row
+from ._table import Row, Sides, alternate, print_table, reduced, row
 
 PAGE_SIZES = (16, 64)
 PROMPT = 32_768
-TREE_PAGES = 100_000
+TREE_PAGES = reduced(100_000, 2_000)
 DEEP = 48  # nodes of the deep prompt
-LEAVES = (1_000, 10_000, 100_000)
+LEAVES = (1_000, 10_000, 100_000)[: reduced(3)]
 EVENT_BYTES = 32 << 20
 # Goals differ because 64 bytes of tokens take two blocks of SHA-256, and 256 bytes take five: with smaller pages, the
 # fixed cost of a key matters more.
@@ -149,7 +149,7 @@ def tree_rows(bindings: Any, page_size: int) -> Iterator[Row]:
             pair.ours.match(RadixKey.of(branch))
 
     yield row(f"match, {DEEP} nodes, siblings since", alternate(100, pair.matches(deep), visit_branches))
-    inserts = [alternate(1, pair.inserts(tokens(PROMPT, 5000 + seed))) for seed in range(60)]
+    inserts = [alternate(1, pair.inserts(tokens(PROMPT, 5000 + seed))) for seed in range(reduced(60))]
     yield row("insert of new tokens", [[run[side][0] for run in inserts] for side in range(len(inserts[0]))])
 
 
@@ -168,13 +168,13 @@ def eviction_row(bindings: Any, page_size: int, leaves: int, policy: str = "lru"
 def memory_rows() -> Iterator[Row]:
     """Yield rows of bookkeeping bytes per cached page: keys, page ids of L1 and L2, storage keys, nodes, queue entries.
     """
-    leaves = 4096
+    leaves = reduced(4096, 4)
     forks = [[2 + (leaf >> level & 1) for level in range(leaves.bit_length() - 1)] for leaf in range(leaves)]
     for what, size, prompts in (
-        ("all in leaves of one page", 16, [tokens(16, seed) for seed in range(20_000)]),
-        ("all in leaves of one page", 64, [tokens(64, seed) for seed in range(20_000)]),
+        ("all in leaves of one page", 16, [tokens(16, seed) for seed in range(reduced(20_000))]),
+        ("all in leaves of one page", 64, [tokens(64, seed) for seed in range(reduced(20_000))]),
         ("a fork behind every page", 64, [array.array("q", np.repeat(fork, 64).tolist()) for fork in forks]),
-        ("runs of 512 pages", 64, [tokens(512 * 64, seed) for seed in range(40)]),
+        ("runs of 512 pages", 64, [tokens(512 * 64, seed) for seed in range(reduced(40))]),
     ):
         tracemalloc.start()
         tree = RadixTree(size, POLICIES["lru"])

@@ -80,3 +80,17 @@ def test_a_page_that_was_written_by_hand_is_noticed(tmp_path: Path, written: str
     assert is_written(page)
     page.write_text(text.replace(written, by_hand), encoding="utf-8")
     assert not is_written(page)
+
+
+@pytest.mark.long
+@pytest.mark.servers
+@pytest.mark.parametrize("name", ALL)
+def test_each_benchmark_can_make_each_of_its_tables(repository: Path, tmp_path: Path, name: str) -> None:
+    """With the smallest sizes: the figures mean nothing, but a table that cannot be made any more is noticed."""
+    page = tmp_path / f"{name}.md"
+    command = [sys.executable, "-m", "benchmarks", name, "--smallest", "--write", str(page)]
+    done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=500, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    titles = [re.findall(r"^\*\*(.*)\*\*$", one.read_text(encoding="utf-8"), flags=re.MULTILINE)
+              for one in (page, DOCS / "benchmarks" / page.name)]  # fmt: skip
+    assert len(titles[0]) == len(titles[1]) > 0
