@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -14,6 +14,8 @@ from .units import Share, format_size
 logger = logging.getLogger(__name__)
 
 SHM = Path("/dev/shm")
+# New pools leave at least this much memory available to other programs.
+RESERVE_BYTES = 64 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,17 @@ def host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
     limits = [one for one in _limits(proc, cgroups) if one[0] < total]  # version 1 writes a huge number for no limit
     available = min([found["MemAvailable"], *(rest for _, rest in limits)])
     return HostMemory(total, available, min((limit for limit, _ in limits), default=None))
+
+
+def shortage(needs: Mapping[str, int], available_bytes: int) -> str | None:
+    """Return a sentence that says by how much memory is short of `needs` (bytes, by the entry or thing that needs them)
+    and of `RESERVE_BYTES`; None if it suffices."""
+    short_bytes = sum(needs.values()) + RESERVE_BYTES - available_bytes
+    if short_bytes <= 0:
+        return None
+    listed = " and ".join(f"{format_size(size)} for {name}" for name, size in needs.items())
+    return (f"{listed} are needed, and {format_size(RESERVE_BYTES)} must stay free, but only "
+            f"{format_size(available_bytes)} are available")  # fmt: skip
 
 
 def resolve(

@@ -63,7 +63,8 @@ _FIELD = re.compile("[0-9a-z-]+: [\t -~]*")
 class Server:
     """The peer of connections: the store, or a proxy, which passes TLS connections on to `tunnel`. `tls` None means
     plain HTTP; `name` is the name in the store's certificate. With `socket`, the path of a Unix socket, host and port
-    are ignored. A proxy gets `proxy_login` in its Proxy-Authorization header, unless that is empty. Times are seconds.
+    are ignored; unless root says `of_any_user`, the process that listens on it must be this user's or root's. A proxy
+    gets `proxy_login` in its Proxy-Authorization header, unless that is empty. Times are seconds.
     """
 
     host: str
@@ -75,6 +76,7 @@ class Server:
     timeout_s: float
     socket: str = ""
     proxy_login: str = field(default="", repr=False)
+    of_any_user: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,10 +332,11 @@ def _early_reply(connection: Connection, deadline: float, error: OSError) -> Hea
 _PEER = struct.Struct("3i")
 
 
-def _require_own_peer(sock: socket.socket) -> None:
-    """Raise StoreError unless the process that listens on a Unix socket is this user's or root's."""
+def _require_own_peer(sock: socket.socket, *, of_any_user: bool) -> None:
+    """Raise StoreError unless the process that listens on a Unix socket is this user's or root's, or `of_any_user` is
+    set and this user is root."""
     _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    if user not in (os.geteuid(), 0):
+    if user not in (os.geteuid(), 0) and not (of_any_user and os.geteuid() == 0):
         raise StoreError(ErrorKind.ACCESS_DENIED, f"the socket belongs to a process of user {user}, not of this user")
 
 
@@ -437,7 +440,7 @@ class ConnectionPool:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.connect(address)
             if family == socket.AF_UNIX:
-                _require_own_peer(sock)
+                _require_own_peer(sock, of_any_user=server.of_any_user)
             if server.tunnel:
                 self._ask_proxy(sock, deadline)
             if server.tls is not None:

@@ -111,7 +111,8 @@ def check(file: Path | None, settings: tuple[str, ...], as_json: bool) -> None:
 
     FILE may be -, for standard input; the default is the value of HICACHE_CONFIG_FILE. The check also imports the
     storage backend, reads the key files and checks the addresses of events. It does not open a store or a port. It
-    warns of a file store on a file system that several machines share. Exit code 1 if the configuration is rejected.
+    warns of a file store on a file system that several machines share, and of a daemon that needs more memory than is
+    available here. Exit code 1 if the configuration is rejected.
     """
     if file is None and FILE_VARIABLE not in os.environ:
         raise click.UsageError(f"pass a FILE, or set the variable {FILE_VARIABLE}")
@@ -194,6 +195,13 @@ def _warnings(loaded: HiCacheConfig) -> Iterator[str]:
     for part in () if loaded.storage is None else parts_of_storage(loaded.storage):
         if part.directory is not None and (advice := misplaced(part.spec.type, kind := file_system(part.directory))):
             yield f"store {part.name}: the file system of {part.directory} is {kind}; {advice}"
+    if "daemon" in loaded.model_fields_set:
+        from ..daemon.node import pool_bytes_of  # noqa: PLC0415 - imports the daemon
+
+        try:
+            pool_bytes_of(loaded.daemon)
+        except ConfigError as error:
+            yield f"on this machine, now: {error}"
 
 
 def parse_settings(settings: tuple[str, ...]) -> dict[str, str]:

@@ -49,7 +49,8 @@ class Endpoint:
     def server(self) -> Server:
         """Return the server for a ConnectionPool. Raises ConfigError."""
         if self.socket is not None:
-            return Server("localhost", 0, None, "", "", CONNECT_TIMEOUT_S, TIMEOUT_S, os.fspath(self.socket))
+            path = os.fspath(self.socket)  # root operates the daemons of other users
+            return Server("localhost", 0, None, "", "", CONNECT_TIMEOUT_S, TIMEOUT_S, path, of_any_user=True)
         try:
             url = split_url(self.url, HTTP_PORTS)
         except ValueError as error:

@@ -25,7 +25,7 @@ from .. import __version__
 from ..config import HiCacheConfig
 from ..config.addresses import default_socket
 from ..config.mooncake_storage import MooncakeStorageOptions
-from ..host_memory import SHM, host_memory, resolve
+from ..host_memory import RESERVE_BYTES, SHM, host_memory, resolve
 from ..keys import hash_pages
 from ..numa import numa_node
 from ..units import Share, format_size
@@ -33,8 +33,7 @@ from .config import check_surroundings
 from .model_shapes import ModelShape
 from .stores import StorePart
 
-# A new pool leaves this much memory to other programs (`tiers.host`); the advice leaves the engine itself a bit more.
-_RESERVE_BYTES = 64 << 20
+# The advice leaves the engine itself a bit more than `RESERVE_BYTES`.
 _ADVISED_SHARE = 0.8
 # A clock outside is wrong: certificates, signatures and ages of pages are then wrong too.
 _YEARS = range(2025, 2100)
@@ -191,7 +190,7 @@ def memory(subject: Subject) -> Iterator[Row]:
     largest = max(needs, key=lambda name: needs[name])
     most = found.usable_bytes if runs or _is_mapped(config) else min(found.usable_bytes, found.available_bytes)
     verdict, advice = Verdict.OK, ""
-    if need + _RESERVE_BYTES > most:
+    if need + RESERVE_BYTES > most:
         room = max(0, int(_ADVISED_SHARE * most) - need + needs[largest])
         verdict = Verdict.FAIL
         advice = f"lower {largest} to at most {format_size(room)}, or give this process more memory"

@@ -29,9 +29,10 @@ from ..backends.registry import check_backend
 from ..backends.storage import Storage
 from ..clock import SYSTEM_CLOCK, Clock
 from ..config import HiCacheConfig
+from ..config.daemon import DaemonConfig
 from ..errors import ConfigError, HiCacheError, InvalidInput
 from ..frame import FrameCodec
-from ..host_memory import resolve
+from ..host_memory import RESERVE_BYTES, host_memory, resolve, shortage
 from ..units import format_size
 from .attachment import Attachment
 from .calls import CallCounters
@@ -61,6 +62,17 @@ class NamespaceRequest:
     engine: str = ""
 
 
+def pool_bytes_of(section: DaemonConfig) -> int:
+    """Return the size of the pool. Raises ConfigError unless all memory that a daemon takes at its start is available:
+    otherwise the kernel would end the process in the middle of it, without a word."""
+    available, pool_bytes = host_memory().available_bytes, resolve(section.pool, "daemon.pool")
+    short = shortage({f"daemon.pool ({section.pool})": pool_bytes, "daemon.staging": section.staging}, available)
+    if short is not None:
+        most = format_size(max(0, available - RESERVE_BYTES - section.staging))
+        raise ConfigError(f"daemon: {short}; lower daemon.pool to at most {most}, or lower daemon.staging")
+    return pool_bytes
+
+
 class Node:
     """See the module's docstring. `instance` is a new random text in each run of a daemon.
 
@@ -84,7 +96,7 @@ class Node:
             raise ConfigError("daemon: needs storage or a pool; add the section `storage`, or daemon.pool")
         if (spec := self.storage.opener.spec) is not None:
             check_backend(spec.type, spec.options)
-        pool_bytes = resolve(config.daemon.pool, "daemon.pool")
+        pool_bytes = pool_bytes_of(config.daemon)
         try:
             self.pool = PagePool(pool_bytes)
         except OSError as error:

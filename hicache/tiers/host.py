@@ -21,16 +21,14 @@ from ..arguments import instance, whole
 from ..errors import CapacityError, InvalidInput
 from ..frame import HEADER_BYTES, frame_bytes, unseal
 from ..geometry import KVGeometry, PageShape, page_shape
-from ..host_memory import host_memory
+from ..host_memory import RESERVE_BYTES, host_memory, shortage
 from ..mapping import populate_zeroed
 from ..numa import NODES_MAX, bind, numa_node
 from ..types import Bytes2D, PageIds
+from ..units import format_size
 from .allocator import PageAllocator, require_pages
 from .pinning import driver_of, frames_per_chunk
 from .pinning import pin as pin_memory
-
-# A new pool leaves at least this much memory available to other programs.
-_RESERVE_BYTES = 64 << 20
 
 
 class HostPool:
@@ -86,12 +84,11 @@ class HostPool:
 
     def _require_available(self, pages: int) -> None:
         """Raise CapacityError unless enough memory is available for all frames and a reserve for other programs."""
-        available, needed = host_memory().available_bytes, pages * self.frame_bytes
-        if needed + _RESERVE_BYTES > available:
-            raise CapacityError(
-                f"host pool: {pages} pages of {self.frame_bytes} bytes need {needed} bytes, "
-                f"but only {available} are available; lower host.size, host.tokens or host.ratio"
-            )
+        available = host_memory().available_bytes
+        short = shortage({f"{pages} pages of {self.frame_bytes} bytes": pages * self.frame_bytes}, available)
+        if short is not None:
+            most = format_size(max(0, available - RESERVE_BYTES))
+            raise CapacityError(f"host pool: {short}; lower host.size (to at most {most}), host.tokens or host.ratio")
 
     @property
     def pages(self) -> int:

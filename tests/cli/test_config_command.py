@@ -55,13 +55,13 @@ def test_check_looks_for_the_storage_backend(tmp_path: Path, backend: str, hint:
 
 def test_check_accepts_backends_that_exist_and_opens_none(tmp_path: Path) -> None:
     file, store = tmp_path / "x.yaml", tmp_path / "store"
-    for storage in (f"{{type: file, options: {{path: {store}}}}}", "{type: memory, options: {capacity_bytes: 5}}",
+    for storage in (f"{{type: file, options: {{path: {store}}}}}", "{type: memory, options: {capacity: 5}}",
                     "{type: 'hicache.backends.memory:open_memory'}"):  # fmt: skip
         file.write_text(f"storage: {storage}\n")
         assert invoke("check", str(file)).exit_code == 0
     assert not store.exists()
-    file.write_text("storage: {type: memory, options: {capacity: 5}}\n")
-    assert "did you mean 'capacity_bytes'?" in invoke("check", str(file)).stderr
+    file.write_text("storage: {type: memory, options: {capacity_bytes: 5}}\n")
+    assert "did you mean 'capacity'?" in invoke("check", str(file)).stderr
 
 
 def test_check_warns_of_a_file_store_on_a_file_system_that_machines_share(tmp_path: Path) -> None:
@@ -82,6 +82,16 @@ def test_check_warns_of_a_file_store_on_a_file_system_that_machines_share(tmp_pa
     assert warning.startswith(f"hicache: warning: store far: the file system of {shared}/missing/pages is fuse")
     assert ok == "ok" and "shared_files" in warning
     assert invoke("check", str(file)).stderr == "ok\n", "the control: the mount has ended"
+
+
+def test_check_warns_of_a_daemon_that_needs_more_memory_than_is_available(tmp_path: Path) -> None:
+    file = tmp_path / "x.yaml"
+    file.write_text("daemon: {pool: 95%, staging: 4TiB}\nstorage: {type: memory}\n")
+    result = invoke("check", str(file))
+    assert result.exit_code == 0
+    assert "for daemon.pool (95%) and 4.0 TiB for daemon.staging are needed" in result.stderr
+    file.write_text("daemon: {pool: 1MiB, staging: 1MiB}\nstorage: {type: memory}\n")
+    assert invoke("check", str(file)).stderr == "ok\n", "the control"
 
 
 def test_check_reads_all_key_files_and_no_variables(tmp_path: Path) -> None:

@@ -30,12 +30,13 @@ from hicache.backends.testing import (
 )
 from hicache.clock import ManualClock
 from hicache.config import HiCacheConfig
+from hicache.config.daemon import DaemonConfig
 from hicache.daemon.namespace import Namespace
-from hicache.daemon.node import NamespaceRequest, Node
+from hicache.daemon.node import NamespaceRequest, Node, pool_bytes_of
 from hicache.daemon.refusal import Refused
 from hicache.daemon.shared_slot import SharedSlot
 from hicache.daemon.statistics import NamespaceStatistics
-from hicache.errors import BackendUnavailable
+from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
 from hicache.host_memory import HostMemory
 from tests.backends._subjects import doorless
@@ -122,6 +123,16 @@ def test_a_pool_may_be_a_share_of_the_available_memory(
     node, _ = make("12.5%")
     assert node.pool.capacity_bytes == node.statistics().pool.capacity_bytes == 2_621_440
     assert "daemon.pool: 12.5% of 20.0 MiB available = 2.5 MiB" in caplog.messages
+
+
+def test_memory_for_pool_and_staging_that_is_not_available_is_refused_with_all_numbers(
+    make: Callable[..., tuple[Node, Opener]]
+) -> None:
+    """The kernel would end the daemon in the middle of its start, which nobody could explain."""
+    with pytest.raises(ConfigError, match=r"256.0 MiB for daemon.staging are needed.*lower daemon.pool to at most"):
+        make("1024TiB")
+    with pytest.raises(ConfigError, match=r"for daemon.pool .95%. and 1024.0 TiB for daemon.staging are needed"):
+        pool_bytes_of(DaemonConfig.model_validate({"pool": "95%", "staging": "1024TiB"}))
 
 
 def test_a_healthy_store_is_open_when_its_namespace_is(make: Callable[..., tuple[Node, Opener]]) -> None:

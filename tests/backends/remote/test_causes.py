@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -251,3 +252,25 @@ def test_the_cause_for_which_the_daemon_s_store_keeps_nothing_has_the_same_words
     assert kinds_of({"errors": ["EROFS", "SQLITE_FULL", "guard_busy", "never heard of"]}, 9) == [
         "EROFS", "SQLITE_FULL", ErrorKind.BUSY, ErrorKind.SERVER_ERROR,
     ]  # fmt: skip
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_ctl_as_root_operates_the_daemon_of_another_user_and_an_engine_as_root_does_not_use_it(folder: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(os.fspath(folder / "other.sock"))
+        os.seteuid(65534)  # the kernel reports the user of this call as the one who listens
+        try:
+            listener.listen()
+        finally:
+            os.seteuid(0)
+
+        def answer() -> None:
+            with listener.accept()[0] as connection:
+                connection.recv(65536)
+                connection.sendall(http_answer(404, b"Not Found"))
+
+        answering = threading.Thread(target=answer, daemon=True)
+        answering.start()
+        assert "answers 404, so it is not an admin surface" in str(of_ctl(socket=folder / "other.sock"))
+        answering.join()
+        assert "belongs to a process of user 65534" in str(of_engine(socket=folder / "other.sock"))
