@@ -1,7 +1,7 @@
 """Logging: formatters for programs, and rate-limited log lines.
 
-The package writes only to loggers below `hicache`. A program, such as `hicache serve`, calls `set_up_logging`; an
-engine that embeds a cache keeps its own set-up.
+The package writes only to loggers below `hicache`. A program, such as `hicache serve`, calls `set_up_logging`, which
+also covers the lines of libraries; an engine that embeds a cache keeps its own set-up.
 
 Locking design: `LimitedLog` has a lock, which is held for a few instructions. `request_id` is a context variable.
 """
@@ -25,6 +25,8 @@ from .clock import SYSTEM_CLOCK
 request_id: contextvars.ContextVar[str] = contextvars.ContextVar("hicache_request_id", default="")
 # How often a LimitedLog writes a line of one kind.
 LIMIT_S = 10.0
+# How often a library's line is written: it repeats what it cannot do, such as exporting spans, for each batch.
+LIBRARY_LIMIT_S = 60.0
 # Kinds that a LimitedLog remembers; all others count as one kind.
 KINDS_MAX = 256
 # A whole page key, or a secret of 32 bytes, in the message of another package's exception.
@@ -76,20 +78,26 @@ class JsonFormatter(logging.Formatter):
 
 
 def set_up_logging(level: str = "info", form: str = "text", stream: TextIO | None = None) -> None:
-    """Write the package's records of `level` and above to `stream` (default: standard error) in the format `form`,
-    `text` or `json`.
+    """Write the package's records of `level` and above, and warnings and errors of libraries (those of the module
+    `warnings` too), to `stream` (default: standard error) in the format `form`, `text` or `json`. A library's line is
+    written at most every `LIBRARY_LIMIT_S`.
 
-    For programs. Replaces the set-up of an earlier call, and does not change the root logger.
+    For programs. Replaces the set-up of an earlier call.
     """
-    logger = logging.getLogger("hicache")
-    for handler in [handler for handler in logger.handlers if handler.get_name() == "hicache"]:
-        logger.removeHandler(handler)
-    handler = logging.StreamHandler(sys.stderr if stream is None else stream)
-    handler.set_name("hicache")
-    handler.setFormatter(JsonFormatter() if form == "json" else TextFormatter())
-    logger.addHandler(handler)
+    logger, root = logging.getLogger("hicache"), logging.getLogger()
+    formatter = JsonFormatter() if form == "json" else TextFormatter()
+    for one in (logger, root):
+        for handler in [handler for handler in one.handlers if handler.get_name() == "hicache"]:
+            one.removeHandler(handler)
+        handler = logging.StreamHandler(sys.stderr if stream is None else stream)
+        handler.set_name("hicache")
+        handler.setFormatter(formatter)
+        one.addHandler(handler)
     logger.propagate = False
     logger.setLevel(level.upper())
+    handler.setLevel(logging.WARNING)
+    handler.addFilter(LimitedLog(root, LIBRARY_LIMIT_S).admit)
+    logging.captureWarnings(True)
 
 
 class LimitedLog:
@@ -106,6 +114,21 @@ class LimitedLog:
 
     def warn(self, kind: str, message: str, *values: object) -> None:
         """Write `message` with its `values`, unless a line of this kind was written a moment ago."""
+        omitted = self._omitted(kind)
+        if omitted:
+            message, values = f"{message} (and %d more since the last line)", (*values, omitted)
+        if omitted is not None:
+            self._logger.warning(message, *values)
+
+    def admit(self, record: logging.LogRecord) -> bool:
+        """A filter of a handler: True unless a record of the same line of code was admitted a moment ago."""
+        omitted = self._omitted(f"{record.pathname}:{record.lineno}")
+        if omitted:
+            record.msg, record.args = f"{record.getMessage()} (and {omitted} more since the last line)", None
+        return omitted is not None
+
+    def _omitted(self, kind: str) -> int | None:
+        """Return how many lines of this kind were left out since the last one; None if one was written a moment ago."""
         now_s = self._clock()
         with self._lock:
             if kind not in self._kinds and len(self._kinds) >= KINDS_MAX:
@@ -113,8 +136,6 @@ class LimitedLog:
             written_s, omitted = self._kinds.get(kind, (-math.inf, 0))
             if now_s - written_s < self._period_s:
                 self._kinds[kind] = (written_s, omitted + 1)
-                return
+                return None
             self._kinds[kind] = (now_s, 0)
-        if omitted:
-            message, values = f"{message} (and %d more since the last line)", (*values, omitted)
-        self._logger.warning(message, *values)
+        return omitted

@@ -95,12 +95,16 @@ def native(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.fixture(autouse=True)
 def log() -> Iterator[logging.Logger]:
-    """HiCache's logger, whose settings a command or an engine in this process may change."""
-    logger = logging.getLogger("hicache")
+    """HiCache's logger, whose settings a command or an engine in this process may change, as those of libraries' lines.
+    """
+    logger, root = logging.getLogger("hicache"), logging.getLogger()
     handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
     yield logger
     logger.handlers, logger.propagate = handlers, propagate
     logger.setLevel(level)
+    for handler in [one for one in root.handlers if one.get_name() == "hicache"]:
+        root.removeHandler(handler)
+    logging.captureWarnings(False)
 
 
 @pytest.fixture(scope="session", autouse=True)

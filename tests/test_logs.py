@@ -9,6 +9,7 @@ import math
 import re
 import shutil
 import time
+import warnings
 from collections import Counter
 from pathlib import Path
 
@@ -90,6 +91,25 @@ def test_json_keeps_an_exception_on_one_line() -> None:
         logging.getLogger("hicache").exception("failed")
     (line,) = stream.getvalue().splitlines()
     assert "KeyError" in json.loads(line)["exception"]
+
+
+def test_lines_and_warnings_of_libraries_have_the_same_form_and_their_repeats_are_counted() -> None:
+    stream, clock, library = io.StringIO(), ManualClock(), logging.getLogger("some.library")
+    set_up_logging("info", "json", stream)
+    for number in range(3):
+        library.error("batch %d failed", number)  # the same line of code
+    library.info("not of interest")
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("a thing is old", DeprecationWarning, stacklevel=1)
+    first, second = map(json.loads, stream.getvalue().splitlines())
+    assert (first["logger"], first["level"], first["message"]) == ("some.library", "error", "batch 0 failed")
+    assert second["logger"] == "py.warnings" and "a thing is old" in second["message"]
+    limited = LimitedLog(library, 10.0, clock)
+    record = logging.LogRecord("some.library", logging.ERROR, "file.py", 7, "batch %d failed", (9,), None)
+    assert [limited.admit(record) for _ in range(3)] == [True, False, False]
+    clock.advance(10.0)
+    assert limited.admit(record) and record.getMessage() == "batch 9 failed (and 2 more since the last line)"
 
 
 def test_setting_up_twice_writes_each_line_once(lines: io.StringIO) -> None:

@@ -31,8 +31,8 @@ Long-running commands write to standard error. `hicache serve` follows the secti
 |---|---|
 | `-v` | the same as `--log-level debug` |
 | `--log-level debug\\|info\\|warning\\|error` | writes this level and above |
-| `--log-format text\\|json` | text lines, or one JSON object per line: `time` (UTC), `level`, `logger`, `message`, \
-and `request` and `exception` if present |
+| `--log-format text\\|json` | text lines, or one JSON object per line, those of libraries too: `time` (UTC), `level`, \
+`logger`, `message`, and `request` and `exception` if present |
 
 ```text
 2026-11-22T19:54:40.123Z WARNING hicache.backends.guard.log: storage redis: the breaker for reads opened (error); \
