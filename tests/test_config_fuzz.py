@@ -102,7 +102,7 @@ STORES: dict[str, dict[str, Any]] = {
     "file": {"capacity": "1MiB", "free_space_floor": 0},
     "redis": {"url": "redis://127.0.0.1:1", "timeout": "200ms"},
     "s3": {"bucket": "pages", "endpoint_url": "http://127.0.0.1:1", "timeout": "200ms", "connect_timeout": "200ms"},
-    "memory": {"capacity_bytes": 1 << 20},
+    "memory": {"capacity": 1 << 20},
 }
 # Sizes of memory: a hostile one may be there.
 SIZES = ("device.size", "device.tokens", "host.size", "host.tokens", "host.ratio", "page_size")

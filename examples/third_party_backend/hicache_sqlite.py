@@ -157,7 +157,7 @@ class SqliteDriver:
             yield from (StoredPage(*row) for row in rows)
 
     def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:
-        """See Inspects. Makes `hicache ls`, `stat`, `copy`, `purge`, `trim` and `verify` work, and `capacity_bytes`."""
+        """See Inspects. Makes `hicache ls`, `stat`, `copy`, `purge`, `trim` and `verify` work, and `capacity`."""
         with self._locked(deadline) as db:
             found = db.execute(
                 "SELECT substr(frame, 1, ?) FROM pages WHERE namespace = ? AND key = ?", (bytes_max, *page.id)

@@ -180,7 +180,7 @@ class CapacityLimit:
     ) -> None:
         size = codec.frame_bytes
         if type(capacity_bytes) is not int or capacity_bytes < size:
-            raise InvalidInput(f"limit: capacity_bytes must be at least a page of {size} bytes, got {capacity_bytes!r}")
+            raise InvalidInput(f"limit: capacity must be at least a page of {size} bytes, got {capacity_bytes!r}")
         self.codec = codec
         self.capacity_bytes = capacity_bytes
         self.rejection: str | None = None  # why the last write was rejected, see ExplainsRejections
@@ -280,7 +280,7 @@ class CapacityLimit:
             room = format_size(ledger.limit_bytes)
             return f"the volume has room for {room}, and {used}; make room there, or lower free_space_floor"
         capacity = format_size(self.capacity_bytes)
-        return f"capacity_bytes is {capacity}, and {used}; a sweep makes room; raise capacity_bytes"
+        return f"capacity is {capacity}, and {used}; a sweep makes room; raise capacity"
 
     def _wait_for_listing(self, deadline: float) -> bool:
         until = min(deadline, self._clock() + FIRST_LISTING_WAIT_S)

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 
 from ..errors import InvalidInput, InvariantError
 from ..frame import FrameCodec
+from ..units import parse_size
 from .base import EvictionListener, StoredPage, Usage
 from .driver import Incidents
 from .order import EvictionOrder
@@ -185,7 +186,11 @@ class MemoryDriver:
             self._pages[name] = stored
 
 
-def open_memory(codec: FrameCodec, capacity_bytes: int | None = None) -> MemoryDriver:
-    """Open an empty store of the type `memory`, in which pages of any size have room."""
+def open_memory(codec: FrameCodec, capacity: int | str | None = None) -> MemoryDriver:
+    """Open an empty store of the type `memory`, in which pages of any size have room. `capacity` is in bytes, or a text
+    such as `16GiB`. Raises InvalidInput."""
     del codec
-    return MemoryDriver(capacity_bytes)
+    try:
+        return MemoryDriver(parse_size(capacity))
+    except ValueError as error:
+        raise InvalidInput(f"capacity: {error}") from error

@@ -8,7 +8,7 @@ clock of its store. Other packages add a factory in the entry-point group
 `hicache.backends`; its name does not replace a built-in one.
 
 `hicache ls` and similar commands call the factory of a driver that `Inspects` its store without a codec (None). If such
-a factory does not take the keyword `capacity_bytes`, its store gets a limit: see `limit`.
+a factory does not take the keyword `capacity`, its store gets a limit: see `limit`.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from ..config.section import Section, build
 from ..config.storage import STORAGE_SECTIONS, PartConfig, StorageConfig, parts_of
 from ..errors import ConfigError, InvalidInput
 from ..frame import FrameCodec
+from ..units import parse_size
 from .driver import Driver, Inspects
 from .faults import Faults
 from .limit import CapacityLimit
@@ -36,7 +37,7 @@ from .store import UNGUARDED, Store
 from .stored import StoredPages
 
 ENTRY_POINT_GROUP = "hicache.backends"
-_CAPACITY = "capacity_bytes"
+_CAPACITY = "capacity"
 
 T = TypeVar("T")
 
@@ -196,8 +197,12 @@ def _resolve(type_name: str, options: Options) -> tuple[Factory, Options, object
         own = _without_capacity(factory, options)
     checked = _checked(type_name, own, factory)
     capacity_bytes: object = None
-    if own is not options:
-        capacity_bytes = cast(Mapping[str, object], options)[_CAPACITY]
+    if own is not options or (type_name == "memory" and isinstance(options, Mapping)):
+        try:
+            size = parse_size(cast(Mapping[str, object], options).get(_CAPACITY))
+        except ValueError as error:
+            raise ConfigError(f"backend {type_name}: {_CAPACITY}: {error}") from error
+        capacity_bytes = size if own is not options else None
     elif type_name in _LIMITED:
         capacity_bytes = cast(Any, checked).capacity
     keywords = _keywords(factory, checked)

@@ -1,1 +1,1 @@
-"""The `hicache` command. `main` is the entry point; the module of a subcommand is imported at its use."""
+"""The `hicache` command, `main.main`; the module of a subcommand is imported at its use."""

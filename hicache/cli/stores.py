@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from ..backends.tools.verify import PageKeys
 from ..config import FILE_VARIABLE, HiCacheConfig, entry_of_variable, load_config, read_key_file
 from ..config.storage import FileStorageOptions, SharedFilesStorageOptions, StorageConfig
 from ..errors import ConfigError
-from ..units import counted, format_size
+from ..units import counted, format_size, parse_size
 from .arguments import PATH, NamespacePrefix
 
 _YAML = (".yaml", ".yml")
@@ -75,7 +76,9 @@ class StorePart:
     def capacity_bytes(self) -> int | None:
         """The configured limit, or None."""
         options = self.spec.options
-        found = options.get("capacity_bytes") if isinstance(options, Mapping) else getattr(options, "capacity", None)
+        found = options.get("capacity") if isinstance(options, Mapping) else getattr(options, "capacity", None)
+        with contextlib.suppress(ValueError):  # opening the store says so
+            found = parse_size(found)
         return found if isinstance(found, int) else None
 
     @property
@@ -172,5 +175,13 @@ def amount(pages: int, size_bytes: int) -> str:
 
 
 def print_json(document: dict[str, Any]) -> None:
-    """Print a document as JSON."""
-    click.echo(json.dumps(document, indent=2))
+    """Print a document as JSON, in which a number that is not finite is null."""
+    click.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _finite(one) for name, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

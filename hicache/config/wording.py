@@ -5,9 +5,12 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import Any, get_args
 
 from pydantic import BaseModel, ValidationError
+
+from ..units import exact_duration, exact_size, parse_duration, parse_size
 
 # The endings of entries that name a variable with a secret.
 NAMES_VARIABLE = "_env"
@@ -103,7 +106,7 @@ def what_is_wrong(error: Any, path: Sequence[str], names: Sequence[str], *, quot
     message = str(error["msg"]).removeprefix("Value error, ")
     words, context = _PLAIN.get(kind), error.get("ctx", {})
     if words is not None:
-        message = words.format_map(context)
+        message = words.format_map({name: _as_written(limit, value) for name, limit in context.items()})
     # Some values are not quoted: a user may have set the secret instead of its name.
     is_quoted = quote_text and not isinstance(value, (dict, list)) and path[0] != "integrity" and not names_secret
     is_quoted = is_quoted and not _LOGIN.search(str(value))
@@ -113,6 +116,15 @@ def what_is_wrong(error: Any, path: Sequence[str], names: Sequence[str], *, quot
     choices = re.findall("'([^']*)'", str(context.get("expected", ""))) if kind in ("literal_error", "enum") else []
     near = difflib.get_close_matches(got, choices, n=1)
     return (message if got in message else f"{message}; got {got}") + (f", did you mean {near[0]}?" if near else "")
+
+
+def _as_written(limit: Any, value: Any) -> Any:
+    """Return a limit with a unit if `value` is text with one: a duration or a size."""
+    for parse, exact in ((parse_duration, exact_duration), (parse_size, exact_size)):
+        with suppress(ValueError, TypeError):
+            if isinstance(value, str) and isinstance(parse(value), int | float):
+                return exact(limit)
+    return limit
 
 
 def _unknown(name: str, names: Sequence[str]) -> str:

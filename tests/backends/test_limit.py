@@ -170,7 +170,7 @@ def test_pages_without_room_are_rejected_and_the_head_stays(opened: Opened, tmp_
     assert (exists(store, keys), store.backend.usage().capacity_bytes) == (5, 5 * PAGE)
     assert store.backend.statistics().sets == {STORED: 5, PRESENT: 5, REJECTED: 4}
     explained = limit_of(store).rejection or ""
-    assert re.match(r"capacity_bytes is [\d.]+ KiB, and [\d.]+ KiB are stored or being", explained)
+    assert re.match(r"capacity is [\d.]+ KiB, and [\d.]+ KiB are stored or being", explained)
     (shown,) = store_statistics(store.backend)
     assert (shown.name, dict(shown.statistics.sets)) == ("file", {STORED: 5, PRESENT: 5, REJECTED: 4})
     assert shown.usage is not None and shown.usage.capacity_bytes == 5 * PAGE

@@ -209,14 +209,14 @@ def test_a_store_with_a_section_is_limited_like_others(
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: shelf\nVersion: 1\n")
     (package / "entry_points.txt").write_text(f"[hicache.backends]\nshelf = {SHELF}\n")
     monkeypatch.syspath_prepend(tmp_path)
-    options = {"shelves": 2, "capacity_bytes": 4 * PAGE}
+    options = {"shelves": 2, "capacity": 4 * PAGE}
     check_backend("shelf", options)
     backend = open_backend("shelf", CODEC, options)
     driver_of(backend, Shelf)
     assert backend.usage().capacity_bytes == 4 * PAGE
     backend.close()
-    with pytest.raises(ConfigError, match="capacity_byts: unknown entry"):
-        check_backend("shelf", {"capacity_byts": 1})
+    with pytest.raises(ConfigError, match="capacty: unknown entry"):
+        check_backend("shelf", {"capacty": 1})
 
 
 @pytest.mark.parametrize("kind", [FileDriver, RedisDriver, S3Driver, MooncakeDriver])

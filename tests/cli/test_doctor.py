@@ -175,7 +175,7 @@ def test_the_table_fits_into_the_terminal(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_each_part_of_a_composition_has_its_own_rows(tmp_path: Path) -> None:
-    parts = [{"name": "ram", "type": "memory", "options": {"capacity_bytes": 16 << 20}},
+    parts = [{"name": "ram", "type": "memory", "options": {"capacity": 16 << 20}},
              {"name": "disk", **file_storage(tmp_path)}]  # fmt: skip
     found = rows(doctor(configured(tmp_path, {"type": "levels", "options": {"levels": parts}}), "--json"))
     assert found["ram"]["verdict"] == found["disk"]["verdict"] == "ok"

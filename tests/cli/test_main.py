@@ -201,3 +201,17 @@ def test_the_traceback_of_a_bug_is_printed_if_no_file_can_be_written(monkeypatch
 def test_help_lists_the_exit_codes() -> None:
     shown = CliRunner().invoke(main, ["--help"], terminal_width=80).stdout.partition("Exit codes:")[2]
     assert [line.split()[0] for line in shown.splitlines() if line[4:5].isdigit()] == ["0", "1", "2", "3", "130", "141"]
+
+
+def test_ctrl_c_while_the_command_is_imported_is_no_traceback() -> None:
+    """The import of click is held here, in which the signal arrives."""
+    code = (
+        "import os, signal, sys\n"
+        "class Held:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'click': os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, Held())\n"
+        "from hicache.__main__ import run; run()"
+    )
+    ended = subprocess.run([sys.executable, "-c", code, "--version"], capture_output=True, text=True, check=False)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")

@@ -24,7 +24,7 @@ from tests.integrations.host_pools import ENGINE, HostPool, Ranks, StatePool, fi
 from tests.seeds import seeds
 from tests.waiting import wait_for
 
-MEMORY = {"type": "memory", "options": {"capacity_bytes": 64 << 20}}
+MEMORY = {"type": "memory", "options": {"capacity": 64 << 20}}
 Open = Callable[..., HostPoolStorage]
 
 

@@ -151,8 +151,7 @@ class InPlace(SharedFilesDriver):
 
 def open_store(job: Job, clock: Clock = SYSTEM_CLOCK) -> Storage:
     """Open a store as an engine does: with its limit and its guard. Raises BackendError."""
-    capacity = "capacity_bytes" if ":" in job.backend else "capacity"
-    options = {"path": job.path, capacity: job.capacity_bytes, "free_space_floor": 0}
+    options = {"path": job.path, "capacity": job.capacity_bytes, "free_space_floor": 0}
     return open_spec(BackendSpec(job.backend, options), make_codec(job.page_bytes), clock)
 
 

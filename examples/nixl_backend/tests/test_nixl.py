@@ -247,7 +247,7 @@ def test_a_plugin_that_does_not_start_here_and_a_file_as_directory_are_unavailab
 
 
 def test_the_entry_point_is_found_by_name(tmp_path: Path) -> None:
-    backend = open_backend("nixl", CODEC, {"path": str(tmp_path), "capacity_bytes": 10 * CODEC.frame_bytes})
+    backend = open_backend("nixl", CODEC, {"path": str(tmp_path), "capacity": 10 * CODEC.frame_bytes})
     assert driver_of(backend, NixlDriver) and backend.usage().capacity_bytes == 10 * CODEC.frame_bytes
     backend.close()
 

@@ -148,7 +148,7 @@ def test_the_entry_point_is_found_by_name_and_unknown_options_are_rejected(tmp_p
 
 
 def test_a_store_that_can_be_listed_accepts_a_limit(tmp_path: Path) -> None:
-    options = {"path": str(tmp_path / "pages.db"), "capacity_bytes": 10 * CODEC.frame_bytes}
+    options = {"path": str(tmp_path / "pages.db"), "capacity": 10 * CODEC.frame_bytes}
     backend = open_backend("sqlite", CODEC, options)
     assert backend.usage().capacity_bytes == 10 * CODEC.frame_bytes
     store = Subject(backend, lambda key: None, lambda key, data: None)
@@ -158,4 +158,4 @@ def test_a_store_that_can_be_listed_accepts_a_limit(tmp_path: Path) -> None:
     assert 0 < len(list(stored.pages())) <= 10
     stored.close()
     with pytest.raises(ConfigError, match="at least a page"):
-        open_backend("sqlite", CODEC, {**options, "capacity_bytes": 1})
+        open_backend("sqlite", CODEC, {**options, "capacity": 1})

@@ -58,6 +58,8 @@ def record(log: Path, output: Path, block_tokens: int, force: bool) -> None:
 
     Ctrl-C or SIGTERM ends the recording and writes the trace so far.
     """
+    if not is_dash(log) and log.exists() and output.exists() and log.samefile(output):
+        raise InvalidInput(f"trace {output}: is the log itself, which would be lost; choose another --output")
     recorder = Recorder(block_tokens)
     with _opened(log) as file, until_signal(lambda: file.readline(LOG_LINE_BYTES_MAX)) as pieces:
         _write(output, recorder.requests(_lines(pieces, log)), force)

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...errors import InvalidInput
 from .engine_logs import SGLANG_LEVEL, SGLANG_TEXT, VLLM_LEVEL, Arrival, Event, Output, events
-from .request import TraceRequest
+from .request import LENGTH_MAX, TraceRequest
 
 BLOCK_TOKENS_DEFAULT = 64
 # A prompt of a million tokens, with its text, takes some 15 MB.
@@ -27,6 +27,7 @@ LOG_LINE_BYTES_MAX = 1 << 25
 PENDING_MAX = 8192
 _SALT_BYTES = 32
 _DIGEST_BYTES = 16
+_ABSURD = f"its output has not 0 to {LENGTH_MAX:,} tokens"
 _NO_IDS = "the token ids of the prompt are empty or not whole numbers"
 
 
@@ -131,8 +132,8 @@ class Recorder:
     def _ended(self, request: _Pending) -> Iterator[TraceRequest]:
         if self._open.get(request.name) is request:
             del self._open[request.name]
-        if not request.blocks:
-            self.left_out[request.missing] += 1
+        if not request.blocks or not 0 <= (request.output_tokens or 0) <= LENGTH_MAX:
+            self.left_out[request.missing or _ABSURD] += 1
             return
         if not self._count:
             self._first_s = request.time_s

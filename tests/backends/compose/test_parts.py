@@ -86,7 +86,7 @@ def test_a_composition_opens_by_name_with_a_guard_in_front_of_each_part(
 
 
 def test_a_part_takes_options_of_its_own_and_of_its_guard() -> None:
-    part = {"type": "memory", "options": {"capacity_bytes": 3 * PAGE}, "guard": {"failures": 9}, "name": "small"}
+    part = {"type": "memory", "options": {"capacity": 3 * PAGE}, "guard": {"failures": 9}, "name": "small"}
     backend = open_backend("levels", CODEC, {"levels": [part, MEMORY]})
     assert isinstance(backend, Levels)
     small, other = backend.stores
@@ -109,7 +109,7 @@ def test_compositions_nest() -> None:
     [
         ({"levels": [MEMORY]}, "levels: expected at least 2, got 1"),
         ({"levels": [MEMORY, {"type": "memroy"}]}, "part memroy: .*did you mean 'memory'"),
-        ({"levels": [MEMORY, {"type": "memory", "options": {"capasity_bytes": 1}}]}, "part memory-2: .*capacity_bytes"),
+        ({"levels": [MEMORY, {"type": "memory", "options": {"capasity": 1}}]}, "part memory-2: .*'capacity'"),
         ({"levels": [MEMORY, {"type": "sharded", "options": {"parts": [MEMORY]}}]}, "parts: expected at least 2"),
         ({"levels": [{"type": SWITCHED}, MEMORY], "promot": False}, "did you mean promote"),
     ],

@@ -55,6 +55,15 @@ def test_a_log_is_read_from_standard_input_and_a_trace_written_to_standard_outpu
     ]
 
 
+def test_the_log_itself_is_not_replaced_by_its_trace(tmp_path: Path) -> None:
+    log, other = tmp_path / "log", tmp_path / "link"
+    log.write_text(LOG)
+    other.symlink_to(log)
+    result = invoke("record", str(log), "-o", str(other), "--force")
+    assert result.exit_code == 2 and "is the log itself" in result.stderr
+    assert log.read_text() == LOG
+
+
 def test_a_log_without_requests_is_an_error_and_leaves_no_trace(tmp_path: Path) -> None:
     path = tmp_path / "trace.jsonl"
     result = invoke("record", "-o", str(path), given="starting\n")

@@ -150,7 +150,7 @@ def test_processes_are_reported_as_one_cache_with_all_requests(tmp_path: Path) -
 def test_the_result_of_a_replay_has_ideal_caches_of_its_total_size(tmp_path: Path, capacity_pages: int | None) -> None:
     """Eight prompts of 16 pages whose output does not fill a page. L1 has 32 pages, L2 256, storage 64 or no limit."""
     frame_bytes = 3 * 4096
-    options = {"storage__options__capacity_bytes": str(capacity_pages * frame_bytes)} if capacity_pages else {}
+    options = {"storage__options__capacity": str(capacity_pages * frame_bytes)} if capacity_pages else {}
     config = small_config(device=2048, host=16_384, **options)
     with started(job(tmp_path, rounds(8, 2), config, running_max=1, waiting_max=1)) as replay:
         assert ideal_of(replay.job, replay.result()) is None, "it has not ended"

@@ -143,6 +143,17 @@ def test_a_text_prompt_of_sglang_is_recorded_if_its_ids_are_in_the_finished_even
     assert recorder.left_out == {SGLANG_TEXT: 1}
 
 
+def test_a_request_with_an_impossible_count_is_left_out_and_the_others_are_recorded() -> None:
+    requests, recorder = recorded(
+        *(sglang("received", name, obj={"input_ids": [3, 4]}) for name in "abc"),
+        sglang("finished", "a", obj={}, out={"meta_info": {"completion_tokens": -5}}),
+        sglang("finished", "b", obj={}, out={"meta_info": {"completion_tokens": 10**18}}),
+        sglang("finished", "c", obj={}, out={"meta_info": {"completion_tokens": 7}}),
+    )
+    assert [request.output_length for request in requests] == [7]
+    assert recorder.left_out == {"its output has not 0 to 16,777,216 tokens": 2}
+
+
 @pytest.mark.parametrize(
     ("lines", "reason"),
     [
