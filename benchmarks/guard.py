@@ -46,7 +46,7 @@ def run(folder: Path) -> list[Row]:
     frames = [memoryview(bytearray(codec.frame_bytes)) for _ in keys]
 
     def read(pages: int) -> None:
-        reads: PageReads[Identity | None] = PageReads(codec, keys[:pages], frames[:pages], _soon())
+        reads: PageReads[Identity] = PageReads(codec, keys[:pages], frames[:pages], _soon())
         driver.read(reads)
         reads.finish()
 

@@ -168,10 +168,10 @@ class NixlDriver:
                     yield StoredPage(space, key, status.st_size, status.st_atime, _identity(status))
 
     @_os_errors()
-    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:
+    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> tuple[bytes, Identity] | None:
         """See Inspects. Reads the file without NIXL."""
         with contextlib.suppress(FileNotFoundError), self._file(*page.id).open("rb") as file:
-            return file.read(bytes_max)
+            return file.read(bytes_max), _identity(os.fstat(file.fileno()))
         return None
 
     def measure(self) -> Usage:

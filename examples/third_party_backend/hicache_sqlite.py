@@ -156,13 +156,13 @@ class SqliteDriver:
             last = rows[-1][-1]
             yield from (StoredPage(*row) for row in rows)
 
-    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:
+    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> tuple[bytes, int] | None:
         """See Inspects. Makes `hicache ls`, `stat`, `copy`, `purge`, `trim` and `verify` work, and `capacity`."""
         with self._locked(deadline) as db:
             found = db.execute(
-                "SELECT substr(frame, 1, ?) FROM pages WHERE namespace = ? AND key = ?", (bytes_max, *page.id)
+                "SELECT substr(frame, 1, ?), id FROM pages WHERE namespace = ? AND key = ?", (bytes_max, *page.id)
             ).fetchone()
-        return None if found is None else bytes(found[0])
+        return None if found is None else (bytes(found[0]), found[1])
 
     def measure(self) -> Usage:
         """See Driver. Counts all namespaces of the file."""

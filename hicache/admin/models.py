@@ -204,7 +204,8 @@ class DamagedPage(Model):
 
 class Progress(Model):
     """The progress of a job. `store` is the current one, for `pages` and `total` (None while unknown). The counts are
-    for all stores so far: `damaged` by reason, `removed` pages; `findings` are the first damaged pages.
+    for all stores so far: `damaged` by reason, `removed` pages, `spared` pages that stay although they were to be
+    removed, because most pages of a store are damaged; `findings` are the first damaged pages.
 
     Of a warm-up: `pages` of the `total` wanted pages so far are in memory, and `skipped` has the reasons for the
     others. A dry run has the progress of a warm-up with enough free memory.
@@ -218,6 +219,7 @@ class Progress(Model):
     unsupported: int = 0
     unverifiable: int = 0
     removed: int = 0
+    spared: int = 0
     skipped: list[str] = []
     findings: list[DamagedPage] = []
 
@@ -236,8 +238,8 @@ class Job(Model):
 
 
 class ScrubRequest(Model):
-    """Read and verify every page of `store` (None: of all stores that can be listed). `remove` removes damaged
-    pages."""
+    """Read and verify every page of `store` (None: of all stores that can be listed). At the end, `remove` removes the
+    damaged pages of each store, if they are not most of its pages."""
 
     store: StoreName | None = None
     rate_bytes_per_s: Annotated[int, Field(strict=True, gt=0, le=SIZE_MAX_BYTES)] | None = None

@@ -77,7 +77,8 @@ class ConfiguredStores:
                         damaged=dict(Counter(before.damaged) + step.damaged),
                         unsupported=before.unsupported + sum(step.unsupported.values()),
                         unverifiable=before.unverifiable + step.unverifiable,
-                        removed=before.removed + step.removed, skipped=before.skipped,
+                        removed=before.removed + step.removed, spared=before.spared + step.spared,
+                        skipped=before.skipped,
                         findings=findings[:FINDINGS_MAX],
                     )  # fmt: skip
                     yield last

@@ -257,8 +257,10 @@ class Attempts:
 
     def _remove_damaged(self, damaged: Sequence[Damaged[Any]], deadline: float) -> list[str]:
         """Remove damaged objects, and log that."""
-        _, errors = self._remove_found(damaged, deadline)
+        removed, errors = self._remove_found(damaged, deadline)
         failure = f"not removed ({errors[-1]})" if errors else "removed"
+        if not removed and not errors:
+            failure = "not removed (the store has another object by now, or none)"
         for one in damaged:
             self._damage_log.warn(
                 one.reason, "storage %s: page %s of %s failed verification (%s); it counts as a miss and was %s",

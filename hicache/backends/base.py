@@ -25,7 +25,7 @@ class GetOutcome(enum.StrEnum):
 
     HIT = "hit"
     MISS = "miss"
-    CORRUPT = "corrupt"  # stored, but failed verification; it was removed
+    CORRUPT = "corrupt"  # stored, but failed verification; removed if it is still the object that was read
     ERROR = "error"  # could not be read in time
 
 

@@ -29,7 +29,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 from .base import EvictionListener, StoredPage, Usage
 from .pages import PageReads, PageWrites
 
-# The value by which a store distinguishes a stored object from its successor.
+# The value by which a store distinguishes a stored object from every other one.
 Found = TypeVar("Found")
 # For one key: whether its page is stored, or the kind of the failure.
 Answer: TypeAlias = bool | str
@@ -75,9 +75,11 @@ class Inspects(Protocol):
     def pages(self, namespace: str, deadline: float) -> Iterator[StoredPage]:
         """See Driver."""
 
-    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:
-        """Return the first `bytes_max` bytes of a page as stored, unverified; None if it is missing. An object that is
-        not a sequence of bytes has zero bytes. Raises PageUnreadable if only this page cannot be read."""
+    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> tuple[bytes, Any] | None:
+        """Return the first `bytes_max` bytes of a page as stored, unverified, and the `found` of that object for
+        `remove`, None if they may not be from a stored object (see PageReads). Return None if the page is missing. An
+        object that is not a sequence of bytes has zero bytes. Raises PageUnreadable if only this page cannot be read.
+        """
 
     def write(self, pages: PageWrites) -> None:
         """See Driver. A page with a `used_s` keeps it, if the store records uses."""

@@ -138,10 +138,10 @@ class MemoryDriver:
             if name[:_SPACE_BYTES].hex().startswith(namespace):
                 yield StoredPage(name[:_SPACE_BYTES], name[_SPACE_BYTES:], len(stored), None, identity=stored)
 
-    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:
+    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> tuple[bytes, bytes] | None:
         """See Inspects."""
         stored = self.peek(page.namespace, page.key)
-        return None if stored is None else stored[:bytes_max]
+        return None if stored is None else (stored[:bytes_max], stored)
 
     def measure(self) -> Usage:
         """See Driver."""

@@ -44,7 +44,7 @@ Outcome = TypeVar("Outcome", GetOutcome, SetOutcome)
 @dataclass(frozen=True, slots=True)
 class Damaged(Generic[Found]):
     """A stored object to be removed: it failed verification as the page `key`, for this `reason`, or has expired.
-    `found` is the store's value that distinguishes it from an object that has replaced it since."""
+    `found` is the store's value that distinguishes it from every other object."""
 
     key: bytes
     found: Found
@@ -96,6 +96,10 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
 
     Iterating gives the positions, head first, until the deadline: then the remaining pages fail. Invariant: a page is a
     HIT only after its codec has verified the bytes in its buffers. An expired page is a MISS.
+
+    **A removal needs proof.** `found` tells the object that was read from every other one, so that `remove` spares what
+    was not read. It is None if the answer may not be a stored object: a gateway, a proxy or a mount may have answered
+    instead of the store. Without it a damaged page fails and stays.
     """
 
     def __init__(
@@ -142,13 +146,13 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
         useful."""
         return self.codec.stream()
 
-    def take(self, position: int, stored: bytes | memoryview, found: Found) -> bool:
+    def take(self, position: int, stored: bytes | memoryview, found: Found | None) -> bool:
         """Copy the stored bytes of a page to its buffers and `accept` them, for a store that has them in one piece."""
         if self.codec.fits(len(stored)):
             fill(self.codec.buffers(self.pages[position]), stored)
         return self.accept(position, len(stored), found)
 
-    def accept(self, position: int, stored_bytes: int, found: Found, arrived: TagStream | None = None) -> bool:
+    def accept(self, position: int, stored_bytes: int, found: Found | None, arrived: TagStream | None = None) -> bool:
         """Verify the page whose `stored_bytes` bytes are in its buffers (or were not read because they do not fit).
         Return True for a hit. A damaged or expired page is removed after the store has read all pages."""
         key, page, frame = self.keys[position], self.pages[position], self._frames.pop(position, None)
@@ -164,7 +168,7 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
             self.damage(position, damage, found)
         return False
 
-    def _is_served(self, position: int, found: Found) -> bool:
+    def _is_served(self, position: int, found: Found | None) -> bool:
         """Report a verified page. Return False if it has expired."""
         header = header_of(self.pages[position])
         if stored_time(header) >= self.oldest_s:
@@ -172,19 +176,23 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
             return True
         unseal(header)  # the buffer does not count as this page later
         self.miss(position)
-        self.expired.append(Damaged(self.keys[position], found, "expired"))
+        if found is not None:
+            self.expired.append(Damaged(self.keys[position], found, "expired"))
         return False
 
     def accept_verified(self, position: int, found: Found) -> None:
         """Report a page that a trusted server has verified and put into its buffers as plain bytes: only its header is
-        compared."""
+        compared. Another header is an answer to another request, and proves nothing about the page."""
         if self.codec.is_sealed(self.keys[position], self.pages[position]):
             self._is_served(position, found)
         else:
-            self.damage(position, Damage.HEADER, found)
+            self.damage(position, Damage.HEADER, None)
 
-    def damage(self, position: int, reason: str, found: Found) -> None:
-        """Report that the stored object is not the page."""
+    def damage(self, position: int, reason: str, found: Found | None) -> None:
+        """Report that the answer is not the page."""
+        if found is None:
+            self.fail(position, ErrorKind.PROTOCOL)
+            return
         self._outcomes[position] = GetOutcome.CORRUPT
         self.damaged.append(Damaged(self.keys[position], found, str(reason)))
 

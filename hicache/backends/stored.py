@@ -71,6 +71,11 @@ class StoredPages:
             yield from self.driver.pages(namespace, math.inf)
 
     def read(self, page: StoredPage, bytes_max: int) -> bytes | None:
+        """Return the first `bytes_max` bytes of a page; see `find`."""
+        found = self.find(page, bytes_max)
+        return None if found is None else found[0]
+
+    def find(self, page: StoredPage, bytes_max: int) -> tuple[bytes, Any] | None:
         """See `Inspects.read_start`. REQUIRES: `bytes_max` is not 0."""
         with self._translated():
             return self.driver.read_start(page, bytes_max, self.clock() + _STEP_S)

@@ -11,6 +11,7 @@ import click
 from pydantic import BaseModel
 
 from ..admin.models import Job, JobKind, JobState
+from ..backends.tools.verify import SPARED
 from ..units import counted, format_size
 from .ctl_client import AdminClient
 from .interrupts import noted_signals
@@ -102,6 +103,8 @@ def summary(job: Job) -> Iterator[str]:
             yield "    ... (`--json` names the first 100)"
         if not progress.damaged:
             yield "  damaged   none"
+        if progress.spared:
+            yield f"  spared    {counted(progress.spared, 'page')}: {SPARED}"
         if progress.unsupported:
             yield f"  not ours  {counted(progress.unsupported, 'page')} that the configured keys do not verify"
         if progress.unverifiable:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import time
@@ -16,6 +17,8 @@ from ..backends.file.mounts import file_system, misplaced
 from ..backends.http import Connection, ConnectionPool, Head, read_small
 from ..backends.remote.access import open_access as open_remote
 from ..backends.remote.client import DaemonClient
+from ..backends.s3.access import open_access as open_s3
+from ..backends.s3.client import S3Client
 from ..config.files import open_regular
 from ..config.redis_storage import RedisStorageOptions
 from ..config.remote_storage import RemoteStorageOptions
@@ -87,7 +90,7 @@ def volume(name: str, options: FileStorageOptions | SharedFilesStorageOptions, u
 
 def credentials(part: StorePart) -> Iterator[Row]:
     """Show the source of a store's credentials, and until when they are valid if that is known. For S3, this may call a
-    metadata service; it also compares the clocks."""
+    metadata service; it also compares the clocks and asks for versions."""
     options, name = part.spec.options, f"{part.name} access"
     if isinstance(options, RedisStorageOptions):
         source = _source(options.password_env, options.password_file)
@@ -105,9 +108,7 @@ def _source(variable: str | None, path: Path | None) -> str:
 
 
 def _of_s3(name: str, options: S3StorageOptions) -> Iterator[Row]:
-    from ..backends.s3.access import open_access  # noqa: PLC0415 - imports botocore
-
-    access = open_access(options, time.monotonic() + CALL_S)
+    access = open_s3(options, time.monotonic() + CALL_S)
     until = ""
     if options.access_key_env is not None or options.credentials_file is not None:
         source = _source(options.access_key_env, options.credentials_file)
@@ -129,6 +130,20 @@ def _of_s3(name: str, options: S3StorageOptions) -> Iterator[Row]:
     is_good = abs(skew_s) <= _SKEW_S_MAX
     yield Row(f"{name} clock", Verdict.OK if is_good else Verdict.FAIL, f"{skew_s:+.0f} s against the server's",
               "" if is_good else "set the clock of this machine", {"skew": skew_s})  # fmt: skip
+    if not access.is_directory:  # such buckets have no versions
+        with contextlib.closing(S3Client(access)) as client:
+            yield _versions(name, client)
+
+
+def _versions(name: str, client: S3Client) -> Row:
+    try:
+        status = client.versioning(deadline=time.monotonic() + CALL_S)
+    except StoreError as error:
+        return Row(f"{name} versions", Verdict.INFO, f"not known ({error}); allow s3:GetBucketVersioning to see them")
+    if status != "Enabled":
+        return Row(f"{name} versions", Verdict.OK, "the bucket keeps no versions of removed pages")
+    return Row(f"{name} versions", Verdict.WARN, "the bucket keeps versions of the pages that clear, capacity and "
+               "max_age remove", "suspend versioning, or expire noncurrent versions (docs/backends/s3.md)")  # fmt: skip
 
 
 def _date(link: Connection, reply: Head, deadline: float) -> str:

@@ -12,7 +12,7 @@ import click
 
 from ..backends.file.pages import NOT_REGULAR, page_name
 from ..backends.tools.page_file import inspect_page
-from ..backends.tools.verify import Finding, PageReport, ScrubProgress, encoding_name, tag_name, verify_stored
+from ..backends.tools.verify import SPARED, Finding, PageReport, ScrubProgress, encoding_name, tag_name, verify_stored
 from ..errors import InvalidInput
 from ..frame import NO_PARENT, Damage, FrameHeader
 from ..units import counted, format_size
@@ -56,7 +56,7 @@ def inspect(path: Path, as_json: bool, **key_files: tuple[Path, ...]) -> None:
 @NAMED_STORE
 @PART
 @click.option("--rate", type=SIZE, help="Limit of bytes read per second, such as 200MiB.")
-@click.option("--remove", is_flag=True, help="Remove damaged pages. A removed page is a miss.")
+@click.option("--remove", is_flag=True, help="At the end, remove damaged pages, if they are not most. They are misses.")
 @JSON
 @key_options
 def verify(
@@ -175,6 +175,8 @@ def _verdict(part: StorePart, last: ScrubProgress) -> Iterator[str]:
         yield f"{counted(count, 'page')} {'is' if count == 1 else 'are'} {_UNSUPPORTED[reason]}"
     if last.removed:
         yield f"removed {last.removed}"
+    if last.spared:
+        yield SPARED
     if last.unverifiable:
         how = "no tag, or a key is needed (--mac-key-file, --encryption-key-file)"
         yield f"{last.unverifiable} could not be verified: {how}"
@@ -201,6 +203,7 @@ def _scrub_json(part: StorePart, last: ScrubProgress) -> dict[str, Any]:
         "unsupported": dict(last.unsupported),
         "unverifiable": last.unverifiable,
         "removed": last.removed,
+        "spared": last.spared,
         "damaged_pages": [
             {"namespace": found.page.namespace.hex(), "key": found.page.key.hex(), "damage": found.damage,
              "note": found.note, "path": None if (path := _path(part, found)) is None else str(path)}

@@ -46,12 +46,12 @@ class Forest:
             if where[0].hex().startswith(namespace):
                 yield StoredPage(*where, self.bytes_of(where), used_s)
 
-    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:
+    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> tuple[bytes, None] | None:
         if page.id not in self.pages_by_id:
             return None
         self.reads += 1
         parent, size, _ = self.pages_by_id[page.id]
-        return header(page.namespace, page.key, None if parent is None else parent[1], size)[:bytes_max]
+        return header(page.namespace, page.key, None if parent is None else parent[1], size)[:bytes_max], None
 
     def write(self, pages: Any) -> None:
         raise NotImplementedError

@@ -20,6 +20,7 @@ from hicache.backends.tools.survey import survey
 from hicache.backends.tools.verify import NO_KEYS, PageKeys, verify_stored
 from hicache.errors import InvalidInput
 from hicache.frame import FrameCodec
+from tests.backends import _files
 from tests.backends._files import open_stored
 from tests.seeds import rng, seeds
 
@@ -80,6 +81,20 @@ def test_a_keyed_page_is_proved_by_its_key_and_kept_without_it(raws: Raws) -> No
     assert [(one.damaged, one.unsupported, one.unverifiable, one.removed) for one in found] == [
         ({}, {}, 0, 0), ({}, {"mac_key": 2}, 0, 0), ({}, {}, 2, 0),
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sound", "damaged", "removed"), [(16, 16, 16), (15, 16, 0), (0, 15, 15)])
+def test_a_scrub_that_finds_most_pages_damaged_removes_none(
+    raws: Raws, sound: int, damaged: int, removed: int
+) -> None:
+    """Fewer than stop a reader are removed in any case."""
+    raw, keys = raws("a"), make_keys(sound + damaged)
+    fill(raw, keys, used_s=time.time())
+    for key in keys[:damaged]:
+        _files.page_path(raws.folder / "a", CODEC, key).write_bytes(b"x" * PAGE)
+    found = last(verify_stored(raw, keys=NO_KEYS, remove=True))
+    assert (sum(found.damaged.values()), found.removed, found.spared) == (damaged, removed, damaged - removed)
+    assert len(list(raw.pages())) == sound + damaged - removed
 
 
 @pytest.mark.parametrize(

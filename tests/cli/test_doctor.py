@@ -253,11 +253,26 @@ def test_s3_shows_source_of_the_keys_and_the_servers_clock(
     found = rows(doctor(configured(tmp_path, {"type": kind, "options": options}), "--json"))
     assert found["s3"]["verdict"] == "ok" and found["s3 clock"]["verdict"] == "ok"
     assert options["access_key_env"] in found["s3 access"]["finding"]
+    assert found["s3 versions"]["verdict"] == "ok"
     raw = open_stored(BackendSpec(kind, options))
     try:
         assert not list(raw.pages())
     finally:
         raw.close()
+
+
+def test_a_bucket_that_keeps_versions_is_a_warning_until_they_are_suspended(
+    seaweed: SeaweedServer, tmp_path: Path, login: Callable[[DevService], None]
+) -> None:
+    login(seaweed)
+    kind, options = seaweed.storage()
+    client, bucket = seaweed.client(), "with-versions"
+    client.create_bucket(Bucket=bucket)
+    path = configured(tmp_path, {"type": kind, "options": {**options, "bucket": bucket}})
+    for status, verdict in ("Enabled", "warn"), ("Suspended", "ok"):
+        client.put_bucket_versioning(Bucket=bucket, VersioningConfiguration={"Status": status})
+        assert rows(doctor(path, "--json"))["s3 versions"]["verdict"] == verdict
+    client.close()
 
 
 def test_a_daemon_and_its_engine_are_checked(tmp_path: Path) -> None:

@@ -172,7 +172,7 @@ class FileDriver:
                 answer = error_name(error)
             yield answer
 
-    def read(self, pages: PageReads[Identity | None]) -> None:
+    def read(self, pages: PageReads[Identity]) -> None:
         """See Driver. About once a second, takes the store's lock, if it is free within a moment, to write uses."""
         used: list[bytes] = []
         folder = pages.codec.namespace.hex()
@@ -184,7 +184,7 @@ class FileDriver:
         self._pool.run(len(pages), read_one)
         self._note_uses(pages.codec.namespace, used)
 
-    def _read(self, folder: str, pages: PageReads[Identity | None], position: int) -> bool:
+    def _read(self, folder: str, pages: PageReads[Identity], position: int) -> bool:
         """Read and settle one page; return True for a hit."""
 
         def buffers(stored_bytes: int) -> list[memoryview]:
@@ -272,7 +272,7 @@ class FileDriver:
         return self._rejection
 
     def remove(
-        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[Identity | None] | None = None
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[Identity] | None = None
     ) -> tuple[int, Sequence[str]]:
         """See Driver. One transaction for all of them. Works on a full disk, and without an index."""
         removed, kinds = 0, list[str]()
@@ -301,7 +301,7 @@ class FileDriver:
         removal.pages.append((namespace, key))
         return there
 
-    def _remove_found(self, removal: Removal, namespace: bytes, key: bytes, found: Identity | None) -> bool:
+    def _remove_found(self, removal: Removal, namespace: bytes, key: bytes, found: Identity) -> bool:
         """Remove what was found at a page's name, and not its replacement. Raises OSError."""
         system, root_fd, name = self._store.system, self._store.root_fd, page_name(namespace.hex(), key)
         there = look(system, root_fd, name) is not None

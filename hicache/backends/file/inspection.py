@@ -16,7 +16,6 @@ import fcntl
 import logging
 import os
 import sqlite3
-import stat
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -30,7 +29,7 @@ from ..pages import PageWrites
 from .driver import FileDriver
 from .index import JOURNAL, Index, IndexDamaged, PageRow
 from .index_file import usable_index
-from .pages import FULL_ERRNOS, LOCK_FILE, Identity, look, page_name, read_start
+from .pages import FULL_ERRNOS, LOCK_FILE, Identity, look, page_name, read_object
 from .reconcile import rows_of, stored_pages
 from .root import open_root
 from .store import FileStore, wait_for_flock
@@ -141,15 +140,14 @@ class FileInspection:
             self._system.flock(fd, fcntl.LOCK_UN)
             self._system.close(fd)
 
-    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:
+    def read_start(
+        self, page: StoredPage, bytes_max: int, deadline: float
+    ) -> tuple[bytes, Identity | None] | None:
         """See Inspects. Does not follow links."""
         name = page_name(page.namespace.hex(), page.key)
         with self._translated():
             try:
-                found = look(self._system, self._root_fd, name)
-                if found is None:
-                    return None
-                return read_start(self._system, self._root_fd, name, bytes_max) if stat.S_ISREG(found.st_mode) else b""
+                return read_object(self._system, self._root_fd, name, bytes_max)
             except (FileNotFoundError, NotADirectoryError):
                 return None
             except OSError as error:

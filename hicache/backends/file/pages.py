@@ -90,6 +90,16 @@ def read_start(system: System, root_fd: int | None, name: str, bytes_max: int) -
         system.close(fd)
 
 
+def read_object(system: System, root_fd: int, name: str, bytes_max: int) -> tuple[bytes, Identity | None] | None:
+    """Return the first bytes of a file and its identity, None if it is missing; no bytes of what is not a regular file.
+    The identity is None if the read ends before the file does. Raises OSError."""
+    found = look(system, root_fd, name)
+    if found is None or not stat.S_ISREG(found.st_mode):
+        return None if found is None else (b"", identity(found))
+    data = read_start(system, root_fd, name, bytes_max)
+    return data, identity(found) if len(data) == min(bytes_max, found.st_size) else None
+
+
 def _piece_bytes(size: int) -> int:
     """Return the length of equal pieces of about `_PIECE_BYTES`: 2 MiB and a header are two of them, and not three."""
     return -(-size // max(1, round(size / _PIECE_BYTES)) // _PIECE_ALIGN) * _PIECE_ALIGN
@@ -114,10 +124,10 @@ def _pieces(buffers: Sequence[memoryview], size: int) -> Iterator[list[memoryvie
 
 
 class NotThePage(Exception):
-    """The file at a page's name is not that page. `found` identifies it, None if it could not be opened. `stays` is
-    True for a directory with files, which `remove_damaged` does not remove."""
+    """The file at a page's name is not that page. `found` identifies it. `stays` is True for a directory with files,
+    which `remove_damaged` does not remove."""
 
-    def __init__(self, reason: str, found: Identity | None, *, stays: bool = False) -> None:
+    def __init__(self, reason: str, found: Identity, *, stays: bool = False) -> None:
         super().__init__(reason)
         self.reason = reason
         self.found = found
@@ -200,8 +210,8 @@ class PageFiles:
         try:
             fd = self._open(name, READ_FLAGS)
         except OSError as error:
-            if error.errno in NOT_A_FILE_ERRNOS:
-                raise NotThePage(NOT_REGULAR, None) from error
+            if error.errno in NOT_A_FILE_ERRNOS and (link := look(system, self._root_fd, name)) is not None:
+                raise NotThePage(NOT_REGULAR, identity(link)) from error
             if error.errno == errno.ENOTDIR:
                 raise FileNotFoundError(errno.ENOENT, "a directory of the store is missing") from error
             raise
@@ -216,7 +226,8 @@ class PageFiles:
             # Through the page cache in pieces, which are hashed while warm; the device is faster with large reads.
             piece_bytes = size if self.direct_io or stream is None else _piece_bytes(size)
             if not self._transfer(system.preadv, fd, buffers_of(size), piece_bytes, stream):
-                raise NotThePage(SIZE, identity(found))
+                # Another length than the file's proves nothing about the file.
+                raise OSError(errno.EIO, "the read ended before the file does")
         finally:
             system.close(fd)
         return identity(found)
@@ -349,7 +360,7 @@ def remove_page(system: System, root_fd: int, name: str) -> None:
         system.unlink(name, dir_fd=root_fd)
 
 
-def remove_damaged(system: System, root_fd: int, name: str, found: Identity | None) -> bool:
+def remove_damaged(system: System, root_fd: int, name: str, found: Identity) -> bool:
     """Remove the file at a page's name if it is still the damaged one. Return False if it must stay.
 
     A link, FIFO, socket or device is removed itself, without following it; a directory is removed if it is empty.

@@ -253,6 +253,7 @@ def _causes() -> dict[str, _Cause]:
             "the server cannot be reached ({cause})",
             "Start the server, and check its address and the network; the store is used again by itself",
         ),
+        (kind.PROTOCOL,): _Cause("its answers are wrong ({cause})", "Look for a gateway or proxy that answers instead"),
         (kind.DEADLINE, kind.TIMEOUT, "overdue"): _Cause(
             "calls take longer than their deadline ({cause})",
             "Look at the load of the server, the disk and the network; a longer transfer.storage_deadline helps a "

@@ -22,8 +22,9 @@ FULL_WAIT_S = 0.02
 FULL_TRIES = 25
 
 
-def read_pages(session: ClientSession, pages: PageReads[None]) -> None:
-    """Read pages until the deadline. Raises StoreError if no bounce buffer is free in time."""
+def read_pages(session: ClientSession, pages: PageReads[bool]) -> None:
+    """Read pages until the deadline. Raises StoreError if no bounce buffer is free in time. What is found is always
+    True: the library reads only where the master says that the page is, and has no value that identifies it."""
     start, chunk = 0, session.chunk_pages(pages.codec.frame_bytes)
     while start < len(pages) and not pages.is_late:
         end = min(start + chunk, len(pages))
@@ -38,25 +39,25 @@ def read_pages(session: ClientSession, pages: PageReads[None]) -> None:
             start += len(path)
 
 
-def _read_chunk(session: ClientSession, pages: PageReads[None], positions: range, path: BufferPath) -> None:
+def _read_chunk(session: ClientSession, pages: PageReads[bool], positions: range, path: BufferPath) -> None:
     names = session.names.of(pages.codec.namespace, [pages.keys[position] for position in positions])
     found = session.moved(path.run(lambda: session.client.get(names, path.addresses, path.sizes), pages.deadline))
     for index, (position, code) in enumerate(zip(positions, found, strict=True)):
         if code >= 0:
             if pages.fits(code):
                 path.fetch(index, code)
-            pages.accept(position, code, None)
+            pages.accept(position, code, True)
         elif code in codes.MISSES:
             pages.miss(position)
         elif code == codes.CHECKSUM:
-            pages.damage(position, "checksum", None)
+            pages.damage(position, "checksum", True)
         elif code == codes.BAD_PARAMETER and _is_too_long(session, names[index], pages):
-            pages.damage(position, Damage.SIZE, None)
+            pages.damage(position, Damage.SIZE, True)
         else:
             pages.fail(position, codes.kind_of(code))
 
 
-def _is_too_long(session: ClientSession, name: str, pages: PageReads[None]) -> bool:
+def _is_too_long(session: ClientSession, name: str, pages: PageReads[bool]) -> bool:
     """True if the library rejected a page because it is longer than a frame."""
     try:
         return session.ask(lambda: session.client.sizes([name]), pages.deadline)[0] > pages.codec.frame_bytes

@@ -72,7 +72,7 @@ class MooncakeDriver:
             found = session.ask(lambda: session.client.exist(names), deadline)
         return [code == 1 if code >= 0 else codes.kind_of(code) for code in found]
 
-    def read(self, pages: PageReads[None]) -> None:
+    def read(self, pages: PageReads[bool]) -> None:
         """See Driver. A page still being written is a miss."""
         with self._sessions.use() as session:
             read_pages(session, pages)
@@ -92,7 +92,7 @@ class MooncakeDriver:
             self._sessions.renew(session)
 
     def remove(
-        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[None] | None = None
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[bool] | None = None
     ) -> tuple[int, Sequence[str]]:
         """See Driver. Waits, for at most 30 s, until the leases of recently used pages expire. With `found`, removes
         pages despite the lease from reading them; if another process has replaced a page since, its new page is removed
@@ -121,11 +121,11 @@ class MooncakeDriver:
         except BackendUnavailable as error:
             raise StoreError(ErrorKind.ADMIN, explanation=str(error)) from error
 
-    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:
+    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> tuple[bytes, bool] | None:
         """See Inspects."""
         size = min(bytes_max, page.bytes)
         if not size:
-            return b""
+            return b"", True
         buffer = memoryview(bytearray(size))
         with self._sessions.use() as session:
             (name,) = session.names.of(page.namespace, [page.key])
@@ -138,7 +138,7 @@ class MooncakeDriver:
                 if code < 0:
                     raise StoreError(codes.kind_of(code))
                 path.fetch(0, size)
-        return bytes(buffer)
+        return bytes(buffer), True
 
     def measure(self) -> Usage:
         """See Driver. Sends a request to the master's HTTP server. Counts all pages and bytes in the store, since

@@ -20,7 +20,7 @@ from ...arguments import instance
 from ...clock import SYSTEM_CLOCK, Clock
 from ...config.redis_storage import RedisStorageOptions
 from ...errors import ConfigError, InvalidInput
-from ...frame import FrameCodec
+from ...frame import HEADER_BYTES, FrameCodec
 from ...supervised import SupervisedPool
 from ..base import StoredPage, Usage
 from ..driver import Answer
@@ -165,7 +165,7 @@ class RedisDriver:
                         until = by()
                         yield from pool.run(functools.partial(described, fresh, until, self._context.clock), until)
 
-    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:
+    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> tuple[bytes, StoredValue] | None:
         """See Inspects. A value that is not a string has no bytes."""
         (name,) = self._context.names(page.namespace, [page.key])
         size = min(bytes_max, _READ_MAX_BYTES)
@@ -182,8 +182,8 @@ class RedisDriver:
             if isinstance(reply, ErrorReply) and reply.kind is not ErrorKind.WRONG_TYPE:
                 raise reply.failure
         if isinstance(reply, bytes):
-            return reply
-        return b"" if reply else None
+            return reply, StoredValue(page.bytes if len(reply) == size else len(reply), reply[:HEADER_BYTES])
+        return (b"", StoredValue(-1 if isinstance(reply, ErrorReply) else 0)) if reply else None
 
     def measure(self) -> Usage:
         """See Driver. Counts pages of all namespaces under the key prefix, since they share the server's memory.

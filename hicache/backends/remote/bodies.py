@@ -26,7 +26,7 @@ def read_pages(
     client: DaemonClient, path: str, reads: PageReads[bool], positions: Sequence[int]
 ) -> None:
     """Read pages directly into their buffers and settle each of them. Raises StoreError; settled pages stay settled. A
-    damaged page is `found` if the daemon had accepted it."""
+    damaged page is `found` if the daemon had accepted it and its header is that of the page."""
     size = reads.codec.frame_bytes
 
     def take(connection: Connection, length: int, until: float) -> bool:
@@ -37,7 +37,8 @@ def read_pages(
             if outcome is GetOutcome.HIT:
                 arrived: TagStream | None = reads.stream() if size > PIECE_BYTES else None
                 connection.read_into(reads.buffers(position), until, arrived)
-                reads.accept(position, size, True, arrived)
+                is_ours = reads.codec.is_sealed(reads.keys[position], reads.pages[position])
+                reads.accept(position, size, is_ours or None, arrived)
             elif outcome is GetOutcome.MISS:
                 reads.miss(position)
             elif outcome is GetOutcome.CORRUPT:

@@ -183,9 +183,10 @@ class RemoteDriver:
         self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[bool] | None = None
     ) -> tuple[int, Sequence[str]]:
         """See Driver. The daemon has removed the damaged pages that it found itself."""
-        if found is not None:
-            keys = [key for key, was_accepted in zip(keys, found, strict=True) if was_accepted]
         removed, kinds = 0, list[str]()
+        if found is not None:
+            removed = found.count(False)
+            keys = [key for key, was_accepted in zip(keys, found, strict=True) if was_accepted]
         for some in _batches(keys):
             answer, more = self._ask("delete", namespace, some, deadline)
             removed += number_of(answer, "pages", len(some))

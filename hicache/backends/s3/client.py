@@ -37,6 +37,7 @@ from .replies import (
     read_listing,
     read_removals,
     read_session,
+    read_versioning,
 )
 from .signer import Credentials
 from .throttle import Throttle
@@ -51,7 +52,8 @@ _SESSION_USABLE_S = 270.0
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """A stored object. `etag` is the server's tag of its content, empty if there is none."""
+    """A stored object. `etag` is the server's tag of its content, empty if there is none: then the reply may be from a
+    gateway instead of the store."""
 
     size_bytes: int
     etag: str
@@ -113,13 +115,15 @@ class S3Client:
 
         return self._exchange(_Request("GET", name), read, deadline)
 
-    def get_start(self, name: str, bytes_max: int, *, deadline: float) -> bytes | None:
-        """Return the first `bytes_max` bytes of an object, None if it is missing."""
+    def get_start(self, name: str, bytes_max: int, *, is_whole: bool, deadline: float) -> tuple[bytes, str] | None:
+        """Return the first `bytes_max` bytes of an object and its tag, None if it is missing. The whole object is asked
+        for without a range, because the answer to a range of an empty object has no tag."""
 
-        def read(connection: Connection, head: Head) -> bytes | None:
+        def read(connection: Connection, head: Head) -> tuple[bytes, str] | None:
+            tag = head.headers.get("etag", "")
             if head.status == 416:  # an empty object has no first byte
                 _read_small(connection, head, deadline)
-                return b""
+                return b"", tag
             if head.status not in (200, 206):
                 _missing(connection, head, deadline)
                 return None
@@ -127,9 +131,10 @@ class S3Client:
             data = connection.read_exactly(min(length, bytes_max), deadline)
             if length == len(data):
                 connection.finish()
-            return data
+            return data, tag
 
-        return self._exchange(_Request("GET", name, headers={"range": f"bytes=0-{bytes_max - 1}"}), read, deadline)
+        headers = None if is_whole else {"range": f"bytes=0-{bytes_max - 1}"}
+        return self._exchange(_Request("GET", name, headers=headers), read, deadline)
 
     def put(self, name: str, body: Sequence[memoryview], *, if_absent: bool, deadline: float) -> bool:
         """Store an object. Return False if `if_absent` and it exists already."""
@@ -149,17 +154,19 @@ class S3Client:
         request = _Request("PUT", name, headers=headers, body=body, signed_body=None)
         return self._exchange(request, read, deadline)
 
-    def remove(self, name: str, etag: str, *, deadline: float) -> None:
-        """Remove an object if it still has `etag`; with an empty `etag`, always. A missing object is not an error."""
+    def remove(self, name: str, etag: str, *, deadline: float) -> bool:
+        """Remove an object if it still has `etag`; with an empty `etag`, always. Return False if it was replaced or is
+        missing."""
 
-        def read(connection: Connection, head: Head) -> None:
+        def read(connection: Connection, head: Head) -> bool:
             reply = _read_small(connection, head, deadline)
             # 412 and 409: the object was replaced; the new one must stay.
             if head.status not in (200, 202, 204, 404, 409, 412) or error_code(reply) == "NoSuchBucket":
                 raise _failure(head, reply)
+            return head.status < 300
 
         headers = {"if-match": etag} if etag else None
-        self._exchange(_Request("DELETE", name, headers=headers), read, deadline)
+        return self._exchange(_Request("DELETE", name, headers=headers), read, deadline)
 
     def remove_many(self, names: Sequence[str], *, deadline: float) -> list[str]:
         """Remove up to LISTED_MAX objects. Return the error kind of each one not removed; missing ones are not errors.
@@ -174,10 +181,7 @@ class S3Client:
         headers = {"content-type": "application/xml", name: base64.b64encode(checksum).decode()}
 
         def read(connection: Connection, head: Head) -> list[str]:
-            reply = _read_small(connection, head, deadline, LISTING_BYTES_MAX)
-            if head.status != 200:
-                raise _failure(head, reply)
-            return read_removals(reply)
+            return read_removals(_read_reply(connection, head, deadline, LISTING_BYTES_MAX))
 
         request = _Request("POST", query="delete=", headers=headers, body=[memoryview(body)], signed_body=body)
         return self._exchange(request, read, deadline)
@@ -191,12 +195,14 @@ class S3Client:
         query = urlencode(parameters, quote_via=quote)
 
         def read(connection: Connection, head: Head) -> Listing:
-            reply = _read_small(connection, head, deadline, LISTING_BYTES_MAX)
-            if head.status != 200:
-                raise _failure(head, reply)
-            return read_listing(reply)
+            return read_listing(_read_reply(connection, head, deadline, LISTING_BYTES_MAX))
 
         return self._exchange(_Request("GET", query=query), read, deadline)
+
+    def versioning(self, *, deadline: float) -> str:
+        """Return the versioning of the bucket: `Enabled`, `Suspended`, or empty if it never had versions."""
+        request = _Request("GET", query="versioning=")
+        return self._exchange(request, lambda link, head: read_versioning(_read_reply(link, head, deadline)), deadline)
 
     def close(self) -> None:
         """Close the connections. REQUIRES: no request is in flight."""
@@ -219,10 +225,7 @@ class S3Client:
         request, deadline = _Request("GET", query="session="), self._access.clock() + self._access.options.open_timeout
 
         def read(connection: Connection, head: Head) -> Credentials:
-            reply = _read_small(connection, head, deadline)
-            if head.status != 200:
-                raise _failure(head, reply)
-            return read_session(reply)
+            return read_session(_read_reply(connection, head, deadline))
 
         with contextlib.closing(ConnectionPool(self._access.server, self._access.clock)) as pool:
             return self._access.authorized(
@@ -251,6 +254,14 @@ def _object_length(head: Head) -> int:
 
 def _read_small(connection: Connection, head: Head, deadline: float, bytes_max: int = ERROR_BYTES_MAX) -> bytes:
     return read_small(connection, head, bytes_max, deadline)
+
+
+def _read_reply(connection: Connection, head: Head, deadline: float, bytes_max: int = ERROR_BYTES_MAX) -> bytes:
+    """Return the body of a good reply. Raises StoreError for any other."""
+    reply = _read_small(connection, head, deadline, bytes_max)
+    if head.status != 200:
+        raise _failure(head, reply)
+    return reply
 
 
 def _missing(connection: Connection, head: Head, deadline: float) -> None:

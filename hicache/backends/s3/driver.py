@@ -25,6 +25,7 @@ from ..errors import ErrorKind, StoreError
 from ..http import PIECE_BYTES
 from ..pages import PageReads, PageWrites
 from ..prefix import search_prefix
+from .client import ObjectInfo
 from .objects import Objects
 
 # The time limit for counting a namespace, which takes one request per thousand pages.
@@ -32,7 +33,7 @@ _USAGE_S = 60.0
 
 
 class S3Driver:
-    """Pages in a bucket. Entity tags tell a page from its later replacements. See the module's docstring;
+    """Pages in a bucket. Size and entity tag tell an object from every other one. See the module's docstring;
     `Driver` documents the functions.
 
     The constructor blocks for the search for credentials and one request, at most for `open_timeout`. It raises
@@ -68,7 +69,7 @@ class S3Driver:
         self._pool.run(len(keys), ask)
         return found
 
-    def read(self, pages: PageReads[str]) -> None:
+    def read(self, pages: PageReads[ObjectInfo]) -> None:
         """See Driver. One request per page. S3 does not track recency."""
         # A page that arrives in one piece is still in the processor's cache when it is complete.
         is_hashed_in_pieces = pages.codec.frame_bytes > PIECE_BYTES
@@ -87,7 +88,7 @@ class S3Driver:
             if found is None:
                 pages.miss(position)
             else:
-                pages.accept(position, found.size_bytes, found.etag, arrived)
+                pages.accept(position, found.size_bytes, found if found.etag else None, arrived)
 
         self._pool.run(len(pages), read_one)
 
@@ -109,32 +110,31 @@ class S3Driver:
         self._pool.run(len(pages), write_one)
 
     def remove(
-        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[str] | None = None
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[ObjectInfo] | None = None
     ) -> tuple[int, Sequence[str]]:
         """See Driver. Looks each page up first, because removals do not report how many pages existed. With `found`,
-        one request per page; the server rejects it if the object's entity tag has changed."""
+        two requests per page; the server rejects the second one if the object's entity tag has changed."""
         if found is not None:
-            return len(keys), self._remove_same(namespace, keys, found, deadline)
+            return self._remove_same(namespace, keys, found, deadline)
         answers = self.find(namespace, keys, deadline)
         stored = [key for key, answer in zip(keys, answers, strict=True) if answer is True]
         removed, kinds = self.remove_listed(namespace, stored, deadline)
         return removed, [*(answer for answer in answers if isinstance(answer, str)), *kinds]
 
     def _remove_same(
-        self, namespace: bytes, keys: Sequence[bytes], found: Sequence[str], deadline: float
-    ) -> list[str]:
-        kinds: list[str] = [ErrorKind.INTERNAL] * len(keys)
+        self, namespace: bytes, keys: Sequence[bytes], found: Sequence[ObjectInfo], deadline: float
+    ) -> tuple[int, Sequence[str]]:
+        answers: list[Answer] = [ErrorKind.INTERNAL] * len(keys)
 
         def remove_one(number: int) -> None:
             try:
                 name = self._objects.name(namespace, keys[number])
-                self._objects.remove_damaged(name, found[number], deadline=deadline)
-                kinds[number] = ""
+                answers[number] = self._objects.remove_same(name, found[number], deadline=deadline)
             except StoreError as error:
-                kinds[number] = error.kind
+                answers[number] = error.kind
 
         self._pool.run(len(keys), remove_one)
-        return list(filter(None, kinds))
+        return answers.count(True), [answer for answer in answers if isinstance(answer, str)]
 
     def remove_listed(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
         """See RemovesListed. One request per thousand pages."""
@@ -146,11 +146,16 @@ class S3Driver:
         page was stored."""
         return self._objects.pages(namespace, deadline=deadline)
 
-    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:
+    def read_start(
+        self, page: StoredPage, bytes_max: int, deadline: float
+    ) -> tuple[bytes, ObjectInfo | None] | None:
         """See Inspects."""
-        return self._objects.client.get_start(
-            self._objects.name(page.namespace, page.key), bytes_max, deadline=deadline
-        )
+        name, is_whole = self._objects.name(page.namespace, page.key), page.bytes <= bytes_max
+        answer = self._objects.client.get_start(name, bytes_max, is_whole=is_whole, deadline=deadline)
+        if answer is None:
+            return None
+        data, tag = answer
+        return data, ObjectInfo(len(data) if is_whole else page.bytes, tag) if tag else None
 
     def measure(self) -> Usage:
         """See Driver. Lists only the pages of the engine's own namespace."""

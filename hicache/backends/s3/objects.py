@@ -16,7 +16,7 @@ from ...errors import BackendUnavailable
 from ..base import StoredPage
 from ..errors import ErrorKind, StoreError
 from .access import open_access
-from .client import S3Client
+from .client import ObjectInfo, S3Client
 from .replies import LISTED_MAX
 
 _NAMESPACE_DIGITS = 64
@@ -93,18 +93,19 @@ class Objects:
         self._is_conditional = False
         return True
 
-    def remove_damaged(self, name: str, etag: str, *, deadline: float) -> None:
-        """Remove an object if it is still the one found damaged. An `etag` that is not a valid entity tag is compared
-        with the current one here, and not sent."""
+    def remove_same(self, name: str, found: ObjectInfo, *, deadline: float) -> bool:
+        """Remove an object if it is still the `found` one; return False if it is not. It is looked up first, because a
+        gateway may have answered the read, and some servers ignore the condition of a removal. A tag that is not a
+        valid entity tag is only compared here, and not sent."""
+        if self.client.head(name, deadline=deadline) != found:
+            return False
         try:
-            if not etag or _ENTITY_TAG.fullmatch(etag):
-                return self.client.remove(name, etag, deadline=deadline)
+            if _ENTITY_TAG.fullmatch(found.etag):
+                return self.client.remove(name, found.etag, deadline=deadline)
         except StoreError as error:
             if error.kind not in (ErrorKind.UNSUPPORTED, ErrorKind.BAD_REQUEST):
                 raise
-        found = self.client.head(name, deadline=deadline)
-        if found is not None and found.etag == etag:
-            self.client.remove(name, "", deadline=deadline)
+        return self.client.remove(name, "", deadline=deadline)
 
     def remove_many(self, names: Sequence[str], *, deadline: float) -> list[str]:
         """Remove any number of objects; return the error kind of each one not removed."""

@@ -30,7 +30,7 @@ _PIECE_BYTES = 64 << 10
 _ENTRIES = frozenset({"Contents", "Credentials", "Error"})
 _FIELDS = frozenset({
     "AccessKeyId", "Code", "IsTruncated", "Key", "LastModified", "NextContinuationToken", "SecretAccessKey",
-    "SessionToken", "Size",
+    "SessionToken", "Size", "Status",
 })  # fmt: skip
 # Tokens are sent in the URL of the next request, which servers limit to 8 KiB or more.
 _TOKEN_LENGTH_MAX = 4096
@@ -215,6 +215,11 @@ def read_session(reply: bytes) -> Credentials:
         return Credentials(keys["AccessKeyId"], keys["SecretAccessKey"], keys["SessionToken"], is_session=True)
     except (LookupError, ValueError):
         raise StoreError(ErrorKind.PROTOCOL, "the reply has no keys of a session") from None
+
+
+def read_versioning(reply: bytes) -> str:
+    """Return the status in the versioning of a bucket, empty if there is none. Raises StoreError."""
+    return _expect_root(reply, "VersioningConfiguration").fields.get("Status", "")
 
 
 def read_listing(reply: bytes) -> Listing:

@@ -20,7 +20,6 @@ import contextlib
 import functools
 import logging
 import math
-import stat
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -35,13 +34,13 @@ from ..base import PageId, StoredPage, Usage
 from ..driver import Answer, Swept
 from ..errors import ErrorKind, StoreError
 from ..file.mounts import UNKNOWN, misplaced
-from ..file.pages import Identity, NotThePage, PageFiles, error_name, look, page_name, read_start, remove_damaged
+from ..file.pages import Identity, NotThePage, PageFiles, error_name, look, page_name, read_object, remove_damaged
 from ..file.system import System
 from ..pages import SETTLE_S, PageReads, PageWrites
 from ..prefix import search_prefix
 from .lease import SweepLease
 from .listing import Listing
-from .root import Root, open_root
+from .root import Root, check_mount, open_root
 from .threads import AbandonableCalls, Lent
 from .writes import Writes
 
@@ -165,7 +164,7 @@ class SharedFilesDriver:
 
     # Reads
 
-    def read(self, pages: PageReads[Identity | None]) -> None:
+    def read(self, pages: PageReads[Identity]) -> None:
         """See Driver. The pages in parallel, each through a buffer of its thread."""
         lent, namespace, keys = Lent(pages), pages.codec.namespace, pages.keys
 
@@ -181,7 +180,7 @@ class SharedFilesDriver:
         finally:
             lent.take_back()
 
-    def _read(self, lent: Lent[PageReads[Identity | None]], name: str, position: int) -> float | None:
+    def _read(self, lent: Lent[PageReads[Identity]], name: str, position: int) -> float | None:
         """Read one page into this thread's buffer, and from there into the caller's if it still waits. Return the time
         of the file for a hit."""
         data = memoryview(b"")
@@ -195,11 +194,11 @@ class SharedFilesDriver:
             arrived = lent.use(PageReads.stream)
             return self._files.read(name, buffer, arrived), arrived
 
-        def take(mine: PageReads[Identity | None], found: Identity, arrived: TagStream | None) -> float | None:
+        def take(mine: PageReads[Identity], found: Identity, arrived: TagStream | None) -> float | None:
             fill(mine.buffers(position, len(data)), data)
             return found[1] / 1e9 if mine.accept(position, len(data), found, arrived) else None
 
-        def damage(mine: PageReads[Identity | None], other: NotThePage) -> None:
+        def damage(mine: PageReads[Identity], other: NotThePage) -> None:
             mine.damage(position, other.reason, other.found)
             if other.stays:
                 mine.miss(position)
@@ -241,9 +240,10 @@ class SharedFilesDriver:
     # Removals
 
     def remove(
-        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[Identity | None] | None = None
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[Identity] | None = None
     ) -> tuple[int, Sequence[str]]:
-        """See Driver. In parallel, a round of files at a time."""
+        """See Driver. In parallel, a round of files at a time. With `found`, only while the mount shows the store's
+        marker as it was written."""
         removed = [False] * len(keys)
         kinds = [_LATE] * len(keys)
         folder = namespace.hex()
@@ -275,7 +275,8 @@ class SharedFilesDriver:
             return False
         return True
 
-    def _remove_found(self, name: str, found: Identity | None) -> bool:
+    def _remove_found(self, name: str, found: Identity) -> bool:
+        check_mount(self._root.fd, self._system)
         there = look(self._system, self._root.fd, name) is not None
         remove_damaged(self._system, self._root.fd, name, found)
         return there and look(self._system, self._root.fd, name) is None
@@ -289,18 +290,13 @@ class SharedFilesDriver:
         except OSError as error:
             raise StoreError(error_name(error)) from error
 
-    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> bytes | None:
+    def read_start(
+        self, page: StoredPage, bytes_max: int, deadline: float
+    ) -> tuple[bytes, Identity | None] | None:
         """See Inspects."""
         name = page_name(page.namespace.hex(), page.key)
-
-        def read() -> bytes | None:
-            found = look(self._system, self._root.fd, name)
-            if found is None or not stat.S_ISREG(found.st_mode):
-                return None if found is None else b""
-            return read_start(self._system, self._root.fd, name, bytes_max)
-
         try:
-            return self._root.call(read)
+            return self._root.call(read_object, self._system, self._root.fd, name, bytes_max)
         except FileNotFoundError:
             return None
         except OSError as error:

@@ -188,6 +188,12 @@ def _has_marker(path: str, fd: int, system: System) -> bool:
     return True
 
 
+def check_mount(fd: int, system: System) -> None:
+    """Raise OSError unless the marker has its text: without it, the mount may show other bytes than those stored."""
+    if read_start(system, fd, MARKER, len(_MARKER_TEXT) + 1) != _MARKER_TEXT:
+        raise OSError(errno.EIO, "the mount does not show the marker of the store as it was written")
+
+
 def make_store(path: str | os.PathLike[str]) -> None:
     """Create an empty store at `path` if none exists. Raises as `open_root`."""
     system = System()

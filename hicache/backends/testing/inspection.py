@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import ClassVar, TypeAlias
 
 import pytest
@@ -48,6 +49,8 @@ class InspectionContract(ContractFixtures):
 
     # False for a store whose server does not report which pages were stored: S3 also accepts to delete missing objects.
     counts_removals: ClassVar[bool] = True
+    # False for a driver that cannot tell an object from one that has replaced it since.
+    tells_replaced: ClassVar[bool] = True
 
     @pytest.fixture
     @abstractmethod
@@ -117,6 +120,14 @@ class InspectionContract(ContractFixtures):
         assert stored.read(pages[0], 256) is None
         assert stored.remove(pages) == (2 if self.counts_removals else 3)
         assert list(stored.pages()) == []
+
+    def test_only_the_object_that_was_read_is_removed(self, store: Subject, stored: StoredPages) -> None:
+        keys = make_keys(2)
+        store_chain(store, keys)
+        read = [replace(page, identity=(stored.find(page, page.bytes) or (b"", None))[1]) for page in stored.pages()]
+        store.write(keys[0], b"x" * store.backend.codec.frame_bytes)
+        assert stored.remove(read) == 2 - self.tells_replaced
+        assert [store.read(key) is None for key in keys] == [not self.tells_replaced, True]
 
     def test_removed_pages_are_misses(self, store: Subject, stored: StoredPages) -> None:
         keys = make_keys(4)

@@ -6,12 +6,12 @@ compared with the length of the object and never used to allocate memory.
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ...clock import Clock
+from ...config.guard import GuardConfig
 from ...errors import InvalidInput, PageUnreadable
 from ...frame import FRAME_KEY_BYTES, HEADER_BYTES, Damage, Encoding, FrameCodec, FrameHeader, TagKind
 from ...keys import FORMAT_VERSION
@@ -19,6 +19,11 @@ from ..base import StoredPage
 from ..stored import StoredPages
 
 UNREADABLE = "unreadable"
+NOT_PROVED = "the answer may be from a gateway, a proxy or a mount instead of the store"
+SPARED = (
+    "not removed, because most pages are damaged: the reader is more likely wrong than the store; compare the keys, "
+    "and look for a gateway, a proxy or a mount that answers instead of the store"
+)
 UNVERIFIABLE = "unverifiable: MAC key needed"
 ENCRYPTED = "unverifiable: encryption key needed"
 NO_TAG = "unverifiable: the page carries no tag"
@@ -31,7 +36,9 @@ OTHER_DIRECTORY = "the directory of the file is not that of the page's namespace
 PAGE_BYTES_MAX = 1 << 30
 # The most damaged pages that a scrub lists, about 300 bytes each. Further ones are only counted.
 FINDINGS_MAX = 100_000
-# The interval of progress while a store is listed.
+# So many damaged pages, if they are most of those read, mean that the reader is wrong, as for an engine.
+_DAMAGE_PAGES = GuardConfig().damage_pages
+# The interval of progress while a store is listed, and while pages are removed.
 _LISTED_STEP = 1000
 # For a larger object the header is read first, to check whether it is a page.
 _LARGE_BYTES = 16 << 20
@@ -177,7 +184,8 @@ class ScrubProgress:
     `damaged` counts, by reason, objects that are damaged or not pages. `unsupported` counts, by reason, undamaged pages
     that an engine with the given keys would reject: `mac_key` and `encryption_key`, sealed with another key;
     `tag_kind`, with another kind of tag. `unverifiable` are the pages without a tag or without a key for it. `findings`
-    are the first `FINDINGS_MAX` damaged ones.
+    are the first `FINDINGS_MAX` damaged ones, with the identity of the object that was read. `spared` damaged pages
+    were to be removed and stay, because most pages are damaged.
     """
 
     pages: int = 0
@@ -187,6 +195,7 @@ class ScrubProgress:
     unsupported: Counter[str] = field(default_factory=Counter)
     unverifiable: int = 0
     removed: int = 0
+    spared: int = 0
     findings: list[Finding] = field(default_factory=list)
 
     def add(self, page: StoredPage, report: PageReport) -> None:
@@ -227,10 +236,11 @@ def verify_stored(
 ) -> Iterator[ScrubProgress]:
     """Verify every object at a page's location, in every namespace; yield the same progress object after each of them.
 
-    Changes nothing, unless `remove` is True: then it removes damaged pages. Pages that an engine has stored again since
-    stay, if the store can detect that, and so do pages that only do not match the keys and those that cannot be read
-    now. Reads at most `rate_bytes_per_s` on average, by sleeping between pages. Raises InvalidInput for a rate that is
-    not positive.
+    Changes nothing, unless `remove` is True: then it removes the first `FINDINGS_MAX` damaged pages after it has read
+    all, but none if most pages are damaged: more likely the reader is wrong than the store. Pages that an engine has
+    stored again since stay, if the store can detect that, and so do pages that only do not match the keys and those
+    that cannot be read now. Reads at most `rate_bytes_per_s` on average, by sleeping between pages. Raises InvalidInput
+    for a rate that is not positive.
     """
     limit = RateLimit(rate_bytes_per_s, stored.clock)
     progress = ScrubProgress()
@@ -240,21 +250,41 @@ def verify_stored(
             yield progress
     yield progress
     for page in stored.pages():
-        report = PageReport(page.bytes, damage=page.damage)
-        if page.damage is None:
-            try:
-                found = read_page(
-                    page.bytes, functools.partial(stored.read, page), (page.namespace.hex(), page.key.hex()), keys
-                )
-            except PageUnreadable:
-                progress.add(page, PageReport(0, damage=UNREADABLE))
-                yield progress
-                continue
-            if found is None:
-                continue  # evicted since the listing
-            _, report = found
-        progress.add(page, report)
-        if report.damage is not None and remove:
-            progress.removed += stored.remove([page])
+        if (read := _examined(stored, page, keys)) is None:
+            continue  # evicted since the listing
+        progress.add(*read)
         yield progress
         limit.wait(progress.bytes)
+    if remove:
+        damaged = sum(progress.damaged.values())
+        if damaged >= _DAMAGE_PAGES and 2 * damaged > progress.pages:
+            progress.spared = damaged
+            yield progress
+            return
+        proved = [found.page for found in progress.findings if found.damage != UNREADABLE]
+        for start in range(0, len(proved), _LISTED_STEP):
+            progress.removed += stored.remove(proved[start : start + _LISTED_STEP])
+            yield progress
+
+
+def _examined(stored: StoredPages, page: StoredPage, keys: PageKeys) -> tuple[StoredPage, PageReport] | None:
+    """Read and verify a listed page. Return it with the identity of the object that was read; None if it is missing."""
+    identity = page.identity
+
+    def read(bytes_max: int) -> bytes | None:
+        nonlocal identity
+        data, identity = stored.find(page, bytes_max) or (None, None)
+        return data
+
+    report = PageReport(page.bytes, damage=page.damage)
+    if page.damage is None:
+        try:
+            found = read_page(page.bytes, read, (page.namespace.hex(), page.key.hex()), keys)
+        except PageUnreadable:
+            return page, PageReport(0, damage=UNREADABLE)
+        if found is None:
+            return None
+        _, report = found
+    if report.damage is not None and identity is None:
+        report = PageReport(report.size_bytes, damage=UNREADABLE, note=NOT_PROVED)
+    return replace(page, identity=identity), report

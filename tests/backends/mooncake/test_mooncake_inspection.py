@@ -42,6 +42,8 @@ def opened(master: MooncakeMaster, here: Store) -> Iterator[StoredPages]:
 
 
 class TestMooncakeRaw(InspectionContract):
+    tells_replaced = False
+
     @pytest.fixture
     def open_store(self, master: MooncakeMaster, here: Store, door: SideDoor) -> Iterator[OpenStore]:
         yield lambda codec: door.store(open_backend(master, codec))

@@ -19,9 +19,13 @@ from hicache.backends.remote import RemoteDriver
 from hicache.backends.remote.frames import SharedFrames
 from hicache.backends.store import Store
 from hicache.backends.testing import (
+    CORRUPT,
     GET_ERROR,
     HIT,
     MISS,
+    NAMESPACE,
+    OTHER_NAMESPACE,
+    PAYLOAD_BYTES,
     SET_ERROR,
     STORED,
     driver_of,
@@ -34,7 +38,7 @@ from hicache.backends.testing import (
     store_chain,
     store_of,
 )
-from hicache.frame import FrameCodec, stored_time
+from hicache.frame import Damage, FrameCodec, stored_time
 from tests.backends.remote.daemon import CODEC, Daemon, Frames
 from tests.clocks import At
 from tests.proxy import Proxy
@@ -42,6 +46,7 @@ from tests.waiting import WAIT_S, wait_for
 
 pytestmark = pytest.mark.long
 
+OTHER_CODEC = FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES)
 POISON = b"\xee" * CODEC.frame_bytes
 # Long enough for a test to disturb a call in flight.
 LATENCY = "700ms"
@@ -224,7 +229,7 @@ def test_a_daemon_that_was_restarted_between_two_calls_costs_nothing(
     assert [dict(backend.statistics().errors) for backend in backends] == [{}] * 4
 
 
-def test_a_page_that_the_daemon_damaged_after_its_check_is_corrupt_and_removed(
+def test_a_frame_with_another_page_than_the_requested_one_is_an_error_and_the_page_stays(
     daemon: Daemon, frames: Frames, open_it: OpenIt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The frame does not hold the requested page, though the daemon reports a hit."""
@@ -241,9 +246,37 @@ def test_a_page_that_the_daemon_damaged_after_its_check_is_corrupt_and_removed(
 
     monkeypatch.setattr(client, "call", answer)
     views = poison(frames, 2)
-    assert backend.batch_get(keys, views, deadline=soon()) == [HIT, GetOutcome.CORRUPT]
-    assert dict(backend.statistics().corrupt) == {"header": 1}
-    assert load(daemon.door(backend), keys) == [HIT, MISS]
+    assert backend.batch_get(keys, views, deadline=soon()) == [HIT, GetOutcome.ERROR]
+    found = backend.statistics()
+    assert (dict(found.corrupt), dict(found.errors)) == ({}, {"protocol": 1})
+    assert load(daemon.door(backend), keys) == [HIT, HIT]
+
+
+class Distrustful(FrameCodec):
+    """Finds every page damaged whose header is the page's."""
+
+    def accept(self, key: bytes, page: Any, stored_bytes: int, arrived: Any = None) -> Damage:
+        return super().accept(key, page, stored_bytes, arrived) or Damage.TAG
+
+
+def test_a_daemon_that_answers_for_another_namespace_loses_no_page(
+    daemon: Daemon, frames: Frames, open_it: OpenIt
+) -> None:
+    """In frames and in bodies. The control: a page with its own header and wrong bytes is removed."""
+    backend, keys = open_it(daemon), make_keys(2, "another")
+    with contextlib.closing(store_of(RemoteDriver, OTHER_CODEC, daemon.options())) as other:
+        for store, codec in (backend, CODEC), (other, OTHER_CODEC):
+            assert store.batch_set(keys, full_frames(codec, keys), parent=None, deadline=soon()) == [STORED] * 2
+        driver, path = driver_of(backend, RemoteDriver), driver_of(other, RemoteDriver)._path
+        own, driver._path = driver._path, path
+        assert backend.batch_get(keys, poison(frames, 2), deadline=soon()) == [GET_ERROR] * 2
+        assert load(daemon.door(backend), keys) == [GET_ERROR] * 2
+        driver._path = own
+        assert load(daemon.door(backend), keys) == [HIT] * 2
+        assert dict(backend.statistics().errors) == {"protocol": 4}
+    with contextlib.closing(store_of(RemoteDriver, Distrustful(NAMESPACE, PAYLOAD_BYTES), daemon.options())) as third:
+        assert load(daemon.door(third), keys) == [CORRUPT] * 2
+        assert load(daemon.door(backend), keys) == [MISS] * 2
 
 
 @pytest.mark.parametrize("wrong", ["stored", "", None, 1, ["hit"], {"hit": 1}], ids=repr)

@@ -31,6 +31,7 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )  # fmt: skip
+from hicache.backends.tools.verify import NO_KEYS, verify_stored
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 from tests.backends.s3.bucket import CODEC, PAGE, PATIENCE_S, errors, moves_pages, name, open_on, opened, options
@@ -169,12 +170,50 @@ def test_a_length_that_no_page_has_is_damage_and_leaves_the_frame_alone(
 ) -> None:
     key, data = _page(store, stub)
     head = f"HTTP/1.1 200 OK\r\ncontent-length: {size}\r\netag: {etag_of(data)}\r\n\r\n".encode()
-    stub.fault = lambda request: Answer(head + b"x" * min(size, PAGE), "close") if request.method == "GET" else None
-    frame = memoryview(bytearray(b"\xee" * PAGE))
-    assert store.backend.batch_get([key], [frame], deadline=soon()) == [CORRUPT]
-    assert bytes(frame) == b"\xee" * PAGE
-    assert dict(store.backend.statistics().corrupt) == {"size": 1}
-    assert name(key) not in stub.objects
+    answers = {"GET": Answer(head + b"x" * min(size, PAGE), "close"), "HEAD": Answer(head)}
+    for known, stays in ({"GET": answers["GET"]}, True), (answers, False):
+        stub.fault = lambda request, known=known: known.get(request.method)  # type: ignore[misc]
+        frame = memoryview(bytearray(b"\xee" * PAGE))
+        assert store.backend.batch_get([key], [frame], deadline=soon()) == [CORRUPT]
+        assert bytes(frame) == b"\xee" * PAGE
+        assert (name(key) in stub.objects) is stays, "an object of another length was removed"
+    assert dict(store.backend.statistics().corrupt) == {"size": 2}
+
+
+MAINTENANCE = b"<html><body>Maintenance</body></html>"
+
+
+@pytest.mark.parametrize("body", [MAINTENANCE, b"", bytes(PAGE)], ids=["a text", "nothing", "zeros"])
+@pytest.mark.parametrize("to_head", [True, False])
+def test_what_a_gateway_answers_instead_of_the_store_removes_no_object(
+    store: Subject, stub: StubS3, body: bytes, to_head: bool
+) -> None:
+    """Without a tag the answer is a failure. With one, as of a file, it counts as damage that another object has."""
+    key, data = _page(store, stub)
+    for tag in ({}, {"etag": '"66f1-2a"'}):
+        sent = reply(200, body, **tag)
+        answers = {"GET": sent, **({"HEAD": Answer(sent.data[: -len(body) or None])} if to_head else {})}
+        stub.fault = lambda request, answers=answers: answers.get(request.method)  # type: ignore[misc]
+        assert load(store, [key]) == [CORRUPT if tag else GET_ERROR]
+    assert errors(store) == {"protocol": 1}
+    assert stub.objects == {name(key): data}
+    stub.fault = lambda request: None
+    assert load(store, [key]) == [HIT]
+
+
+def test_a_scrub_through_a_gateway_removes_no_object(raw: StoredPages, stub: StubS3) -> None:
+    """The control: one that answers as the store does removes the damaged ones, an empty one too."""
+    keys = make_keys(20)
+    store_chain(open_on(stub), keys)
+    for key, damage in zip(keys, (b"", b"x" * PAGE), strict=False):
+        stub.objects[name(key)] = damage
+    stub.fault = lambda request: None if request.is_list or request.method != "GET" else reply(200, MAINTENANCE)
+    *_, last = verify_stored(raw, keys=NO_KEYS, remove=True)
+    assert (last.damaged, last.removed, last.spared, len(stub.objects)) == ({"unreadable": 20}, 0, 20, 20)
+    stub.fault = lambda request: None
+    *_, last = verify_stored(raw, keys=NO_KEYS, remove=True)
+    assert (last.damaged, last.removed, last.spared) == ({"not_a_frame": 2}, 2, 0)
+    assert sorted(stub.objects) == sorted(map(name, keys[2:]))
 
 
 def test_a_damaged_page_that_was_replaced_stays(store: Subject, stub: StubS3) -> None:
@@ -212,7 +251,7 @@ def test_a_damaged_page_is_removed_without_conditional_requests(store: Subject, 
     stub.fault = fault
     stub.forget_requests()
     assert load(store, [key]) == [CORRUPT]
-    assert stub.methods() == ["GET", "DELETE", "HEAD", "DELETE"]
+    assert stub.methods() == ["GET", "HEAD", "DELETE", "DELETE"]
     assert name(key) not in stub.objects
 
 

@@ -101,7 +101,7 @@ def test_a_request_is_signed_as_botocores_client_signs_it(place: StubS3, ours: S
         calls: dict[str, tuple[Call, Call]] = {
             "put": (lambda: ours.put(NAME, [memoryview(b"data")], if_absent=False, deadline=soon()),
                     lambda: theirs.put_object(**at, Body=b"data", ContentType=TYPE)),
-            "get": (lambda: ours.get_start(NAME, 4, deadline=soon()),
+            "get": (lambda: ours.get_start(NAME, 4, is_whole=False, deadline=soon()),
                     lambda: theirs.get_object(**at, Range="bytes=0-3")),
             "head": (lambda: ours.head(NAME, deadline=soon()), lambda: theirs.head_object(**at)),
             "delete": (lambda: ours.remove("gone", '"x"', deadline=soon()),
