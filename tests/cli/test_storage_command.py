@@ -15,6 +15,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hicache.backends.testing import make_keys
+from hicache.backends.tools.verify import SPARED
 from hicache.cli.main import main
 from hicache.frame import FrameCodec
 from tests.cli.file_stores import fill
@@ -174,6 +175,18 @@ def test_verify_counts_damage_by_reason_and_removes_it_only_with_the_option(stor
         assert {line.partition(":")[0].strip() for line in lines[4:7]} == {str(path) for path in files}
         assert (lines[-1], store.pages()) == ("removed 3" if remove else f"  {files[2]}: tag", left)
     assert invoke("verify", store.root).exit_code == 0
+
+
+def test_verify_removes_nothing_if_most_pages_are_damaged_and_says_why(tmp_path: Path) -> None:
+    """The control: purge does."""
+    damaged = Store(tmp_path / "store", make_keys(16))
+    fill(damaged.root, FrameCodec(NAMESPACE, PAYLOAD_BYTES), damaged.keys)
+    for number in range(16):
+        damaged.damage(number)
+    result = invoke("verify", damaged.root, "--remove")
+    assert (result.exit_code, result.stdout.splitlines()[-1], damaged.pages()) == (1, SPARED, 16)
+    assert json.loads(invoke("verify", damaged.root, "--remove", "--json").stdout)["parts"][0]["spared"] == 16
+    assert invoke("purge", damaged.root, "--yes").exit_code == damaged.pages() == 0
 
 
 def test_pages_with_another_key_are_reported_and_kept(tmp_path: Path, store: Store, mac_key_file: Path) -> None:
