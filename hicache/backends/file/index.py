@@ -334,12 +334,6 @@ class Index:
             "DELETE FROM pages WHERE namespace = ? AND key = ? AND writer = ''", (self._namespace(namespace), key)
         )
 
-    def oldest_use(self) -> int | None:
-        """Return the last use of the next victim; None without pages."""
-        query = "SELECT last_use FROM pages INDEXED BY leaves WHERE children = 0 AND writer = '' ORDER BY last_use"
-        found = self._read((_is_integer,), f"{query} LIMIT 1")
-        return int(found[0][0]) if found else None
-
     def touch(self, namespace: bytes, uses: Mapping[bytes, int]) -> None:
         """Record the last uses of pages, in microseconds since 1970; earlier times are ignored."""
         number = self._namespace(namespace)

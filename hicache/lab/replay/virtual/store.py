@@ -12,7 +12,6 @@ from itertools import islice
 
 from ....backends.base import EvictionListener, StoredPage, Usage
 from ....backends.driver import Incidents
-from ....backends.file.driver import REUSE_LEAD
 from ....backends.limit import HIGH_WATER, LOW_WATER
 from ....backends.order import EvictionOrder
 from ....backends.pages import PageReads, PageWrites
@@ -138,8 +137,8 @@ class _Row:
 
 
 class FileTable(Table):
-    """A table in the order of `file`: the least recently used page without children leaves first, and a page that is
-    used again counts as used `REUSE_LEAD` times the age of the oldest page later.
+    """A table in the order of `file`: the least recently used page without children leaves first. A write of a page is
+    not a use of its ancestors.
 
     Invariant: `_children` counts the stored and reserved children of a page, and one more while its own batch is
     written. `_leaves` has an entry with its present last use for each page without any.
@@ -180,12 +179,10 @@ class FileTable(Table):
 
     def use(self, keys: Sequence[bytes]) -> None:
         """See Table."""
-        now_s, oldest = self.clock(), self._victim()
-        lead_s = 0.0 if oldest is None else REUSE_LEAD * (now_s - self._rows[oldest].last_use_s)
         for key in keys:
             row = self._rows.get(key)
             if row is not None:
-                row.last_use_s = max(row.last_use_s, now_s + max(0.0, lead_s))
+                row.last_use_s = self.clock()
                 self._note_leaf(key)
 
     def discard(self, key: bytes) -> None:
