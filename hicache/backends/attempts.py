@@ -36,7 +36,7 @@ from .driver import (
 from .errors import RAISED, ErrorKind, StoreError
 from .faults import INJECTED, Faults
 from .limit import CapacityLimit
-from .pages import SETTLE_S, Damaged, PageReads, PageWrites
+from .pages import FOREVER, SETTLE_S, Damaged, PageReads, PageWrites
 from .retention import Retention
 
 logger = logging.getLogger(__name__)
@@ -221,13 +221,17 @@ class Attempts:
 
     # Pages
 
+    @property
+    def valid_s(self) -> tuple[float, float]:
+        """The Unix times between which a page was stored that has not expired now."""
+        return FOREVER if self._retention is None else self._retention.valid_s
+
     def read(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float
     ) -> tuple[list[GetOutcome], list[str]]:
         """Read and verify pages; remove damaged and expired ones."""
         reads: PageReads[Any] = PageReads(self._codec, keys, pages, deadline, self._clock)
-        if self._retention is not None:
-            reads.oldest_s = self._retention.oldest_s
+        reads.valid_s = self.valid_s
 
         def read() -> None:
             self._reach(len(keys), deadline)
@@ -283,8 +287,7 @@ class Attempts:
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> tuple[list[SetOutcome], list[str]]:
         writes = PageWrites(self._codec, keys, pages, parent, deadline, self._clock)
-        if self._retention is not None:
-            writes.oldest_s = self._retention.oldest_s
+        writes.valid_s = self.valid_s
         outcomes = writes.finish(self.failure(lambda: self.driver.write(writes)))
         return outcomes, writes.errors
 

@@ -11,6 +11,7 @@ position in one of them: each writes its own slots of lists and appends to lists
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
@@ -34,6 +35,8 @@ from .base import GetOutcome, SetOutcome
 from .calls import parents_of
 from .errors import ErrorKind
 
+# The times of storing of pages in a store without a maximum age.
+FOREVER = (0.0, math.inf)
 # The time for removing damaged and incomplete pages, even after the deadline.
 SETTLE_S = 0.25
 
@@ -53,9 +56,9 @@ class Damaged(Generic[Found]):
 
 class _Pages(Generic[Outcome]):
     """The common base of reads and writes: an outcome per key, or None until it is known. `deadline` is a time of
-    `clock`. Pages that were stored before the Unix time `oldest_s` are expired."""
+    `clock`. Pages that were stored outside the Unix times `valid_s` are expired."""
 
-    oldest_s = 0.0
+    valid_s = FOREVER
 
     def __init__(
         self, codec: FrameCodec, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float, clock: Clock
@@ -70,6 +73,10 @@ class _Pages(Generic[Outcome]):
 
     def __len__(self) -> int:
         return len(self.keys)
+
+    def has_expired(self, page: PageBuffer) -> bool:
+        """Return True if a sealed page is too old to be served."""
+        return not self.valid_s[0] <= stored_time(header_of(page)) <= self.valid_s[1]
 
     @property
     def is_late(self) -> bool:
@@ -170,11 +177,11 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
 
     def _is_served(self, position: int, found: Found | None) -> bool:
         """Report a verified page. Return False if it has expired."""
-        header = header_of(self.pages[position])
-        if stored_time(header) >= self.oldest_s:
+        page = self.pages[position]
+        if not self.has_expired(page):
             self._outcomes[position] = GetOutcome.HIT
             return True
-        unseal(header)  # the buffer does not count as this page later
+        unseal(header_of(page))  # the buffer does not count as this page later
         self.miss(position)
         if found is not None:
             self.expired.append(Damaged(self.keys[position], found, "expired"))
@@ -252,11 +259,17 @@ class PageWrites(_Pages[SetOutcome]):
         """True after a page was rejected: further pages are not started."""
         return self.rejected_from < len(self.keys)
 
+    def is_copy(self, position: int) -> bool:
+        """Return True for the copy of a stored page, see PageView."""
+        page = self.pages[position]
+        return isinstance(page, PageView) and page.is_copy
+
     def sealed(self, position: int) -> list[memoryview]:
         """Return the encoded page as the buffers to write, in order; together a multiple of 4096 bytes. They stay valid
-        while they are referenced. An expired page, such as an old one in host memory, is stored as a new one."""
+        while they are referenced. An expired page, such as an old one in host memory, is stored as a new one, unless it
+        `is_copy`."""
         key, page = self.keys[position], self.pages[position]
-        if stored_time(header_of(page)) < self.oldest_s and self.codec.is_sealed(key, page):
+        if not self.is_copy(position) and self.has_expired(page) and self.codec.is_sealed(key, page):
             # Not unsealed: other threads may read the page.
             payload = page.parts if isinstance(page, PageView) else [page[HEADER_BYTES:][: self.codec.payload_bytes]]
             page = PageView(memoryview(bytearray(HEADER_BYTES)), payload)

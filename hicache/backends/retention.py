@@ -2,7 +2,8 @@
 
 The age counts from the time when a page was first stored, which is in its header (docs/formats/frame.md), and not from
 its last use. A page of an earlier version has no such time, and counts as expired. An expired page is never served: a
-read reports a miss and removes it (see `pages`). A sweep removes the pages that are not read. It covers all namespaces,
+read reports a miss and removes it (see `pages`). So is a page whose time is later than now by more than CLOCK_SKEW_S: a
+wrong clock stored it, and its age is not known. A sweep removes the pages that are not read. It covers all namespaces,
 also those that engines do not use any more. Redis removes pages itself, so it has no sweep.
 
 The sweep knows the time of a page from the listing (the time of the object or file), or reads the header once. Where a
@@ -36,6 +37,8 @@ _INTERVAL_SHARE = 1 / 50
 # A listing costs requests, so sweeps of a short age are not more frequent. A long age does not need fewer.
 INTERVAL_S_MIN = 60.0
 INTERVAL_S_MAX = 3600.0
+# Clocks of machines may differ by this. A page that was stored by a clock ahead of the others stays longer by as much.
+CLOCK_SKEW_S = 3600.0
 # How often an engine that does not sweep looks whether it has become the one that does. Costs nothing.
 LOOK_S = 60.0
 _REMOVE_CHUNK = 1000
@@ -73,9 +76,10 @@ class Retention:
         )
 
     @property
-    def oldest_s(self) -> float:
-        """The Unix time before which pages are expired now."""
-        return self._clock.wall_s() - self._max_age_s
+    def valid_s(self) -> tuple[float, float]:
+        """The Unix times between which a page was stored that has not expired now."""
+        now_s = self._clock.wall_s()
+        return now_s - self._max_age_s, now_s + CLOCK_SKEW_S
 
     def start(self) -> None:
         """Begin the first sweep, for a store with sweeps."""
@@ -125,7 +129,7 @@ class Retention:
     def _sweep(self, stored: StoredPages) -> None:
         """List the store and remove its expired pages. A page that cannot be removed does not protect others: the
         error is raised at the end."""
-        oldest_s, chunk, removed = self.oldest_s, list[StoredPage](), 0
+        valid_s, chunk, removed = self.valid_s, list[StoredPage](), 0
         failures, known = list[BackendError](), dict[int, int]()
 
         def remove() -> int:
@@ -144,7 +148,7 @@ class Retention:
                 return
             if chunk and (len(chunk) == _REMOVE_CHUNK or page.namespace != chunk[0].namespace):
                 removed += remove()
-            if self._is_expired(stored, page, oldest_s, known):
+            if self._is_expired(stored, page, valid_s, known):
                 chunk.append(page)
         if chunk:
             removed += remove()
@@ -154,22 +158,29 @@ class Retention:
         if failures:
             raise failures[-1]
 
-    def _is_expired(self, stored: StoredPages, page: StoredPage, oldest_s: float, known: dict[int, int]) -> bool:
-        """Return True if a listed page was stored before `oldest_s`; note the time of a header in `known`. Damaged
+    def _is_expired(
+        self, stored: StoredPages, page: StoredPage, valid_s: tuple[float, float], known: dict[int, int]
+    ) -> bool:
+        """Return True if a listed page was stored outside `valid_s`; note the time of a header in `known`. Damaged
         objects are not expired."""
+
+        def is_valid(stored_s: float) -> bool:
+            return valid_s[0] <= stored_s <= valid_s[1]
+
         if page.damage is not None:
             return False
         if page.stored_s is not None:
-            return page.stored_s < oldest_s
-        if page.used_s is not None and page.used_s < oldest_s:
+            return not is_valid(page.stored_s)
+        if page.used_s is not None and page.used_s < valid_s[0]:
             return True  # a use is never before the time of storing
         where = hash(page.id)
         stored_s = self._known.get(where)
-        if stored_s is None or stored_s < oldest_s:  # an old time may be that of a page that this one has replaced
+        if stored_s is None or not is_valid(stored_s):  # it may be that of a page that this one has replaced
             header = read_header(stored, page)
             if header is None:
                 return False
             stored_s = header.stored_s
-        if stored_s >= oldest_s and len(known) < _KNOWN_MAX:
+        if is_valid(stored_s) and len(known) < _KNOWN_MAX:
             known[where] = stored_s
-        return stored_s < oldest_s
+        return not is_valid(stored_s)
+

@@ -291,6 +291,11 @@ class Store:
 
     # Additions to Storage
 
+    @property
+    def valid_s(self) -> tuple[float, float]:
+        """The Unix times between which a page was stored that this store serves now. Does not block."""
+        return self._attempts.valid_s
+
     def may_pass(self, direction: Direction) -> bool:
         """See Storage."""
         return self._admission.may_pass(direction)

@@ -224,12 +224,13 @@ def _add_bodies(app: FastAPI, node: Node, staging: Staging) -> None:
     async def write(
         namespace: NamespacePath, request: Request, keys: Annotated[int, Query(ge=1, le=KEYS_MAX)],
         timeout_s: Annotated[Timeout, Query()], parent: Annotated[Digest | None, Query()] = None,
+        copies: Annotated[bool, Query()] = False,
     ) -> SetOutcomes:  # fmt: skip
         """Store pages. The body is the keys, 32 bytes each, then their frames. From the first damaged frame on, pages
-        are not stored."""
+        are not stored. `copies` of pages of another store keep their time of storing, even if that has expired."""
         found, deadline = node.find(namespace), _deadline(node, timeout_s)
         above = None if parent is None else bytes.fromhex(parent)
-        outcomes, errors = await write_pages(node, found, staging, request, keys, above, deadline)
+        outcomes, errors = await write_pages(node, found, staging, request, keys, above, deadline, copies)
         return SetOutcomes(outcomes=outcomes, errors=errors)
 
 

@@ -77,6 +77,7 @@ async def write_pages(  # noqa: PLR0917 - a request and its destination
     count: int,
     parent: bytes | None,
     deadline: float,
+    are_copies: bool,
 ) -> tuple[list[SetOutcome], list[str]]:
     """Receive `count` keys and frames, verify and store them; return their outcomes and the kinds of errors.
 
@@ -102,7 +103,8 @@ async def write_pages(  # noqa: PLR0917 - a request and its destination
                 sound += 1
             outcomes: list[SetOutcome] = []
             if sound:
-                outcomes = namespace.store.batch_set(keys[:sound], frames[:sound], parent=parent, deadline=deadline)
+                pages = [wire.copy_in(frame) if are_copies else frame for frame in frames[:sound]]
+                outcomes = namespace.store.batch_set(keys[:sound], pages, parent=parent, deadline=deadline)
             return outcomes + [SetOutcome.ERROR] * (count - sound), sound < count
 
         (outcomes, is_damaged), errors = await node.call(namespace, store)

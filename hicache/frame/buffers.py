@@ -27,7 +27,8 @@ IDLE_MAX = 4
 @dataclass(frozen=True, slots=True)
 class PageView:
     """One page in foreign memory: `header`, 256 bytes that the caller keeps, and `parts`, its payload in the order of
-    the frame. All are contiguous writable bytes; the parts together have `codec.payload_bytes`.
+    the frame. All are contiguous writable bytes; the parts together have `codec.payload_bytes`. `is_copy`: a store
+    has the page, and this copy keeps its time of storing, even if that has expired.
 
     As with a frame, a writer of the payload must unseal the page first: `unseal(header)`.
     REQUIRES: buffers do not overlap, neither within a page nor between the pages of a call.
@@ -35,6 +36,7 @@ class PageView:
 
     header: memoryview
     parts: Sequence[memoryview]
+    is_copy: bool = False
 
     @property
     def nbytes(self) -> int:

@@ -205,6 +205,11 @@ class FrameCodec:
         else:
             frame[:] = page
 
+    def copy_in(self, frame: memoryview) -> PageView:
+        """Return the stored page in `frame` to be stored elsewhere as a copy, see PageView."""
+        payload = frame[HEADER_BYTES : HEADER_BYTES + self.payload_bytes]
+        return PageView(frame[:HEADER_BYTES], [payload], is_copy=True)
+
     def scratch_frame(self) -> memoryview:
         """Return a frame with arbitrary content, as a temporary buffer for `PageView.gather` or `scatter`. It belongs
         to the borrower until all views of it are deleted."""

@@ -12,7 +12,7 @@ import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.registry import BackendSpec, open_spec, open_stored
-from hicache.backends.retention import Retention
+from hicache.backends.retention import CLOCK_SKEW_S, Retention
 from hicache.backends.storage import Storage
 from hicache.backends.store import Store
 from hicache.backends.testing import (
@@ -198,6 +198,37 @@ class RetentionContract:
         again = empty_frames(aged.codec, 3)
         assert aged.batch_get(KEYS, again, deadline=FAR) == [HIT] * 3
         assert [time_in(page) for page in again] == [int(clock.wall_s())] * 3
+
+    def test_a_copy_of_an_old_page_is_not_stored_as_a_new_one(self, stores: Stores, clock: ManualClock) -> None:
+        plain, codec = stores.open(), codec_at(At(clock.wall_s() - MAX_AGE_S - EDGE_S))
+        frames = full_frames(codec, KEYS)
+        for key, frame in zip(KEYS, frames, strict=True):
+            codec.seal(key, frame)
+        copies = [codec.copy_in(frame) for frame in frames]
+        aged = stores.open(MAX_AGE_S)
+        assert aged.batch_set(KEYS, copies, parent=None, deadline=FAR) == [STORED] * 3
+        assert get(aged, KEYS) == [MISS] * 3
+        assert get(plain, KEYS) == [MISS] * 3, "an expired page is removed when it is read"
+        assert aged.batch_set(KEYS, frames, parent=None, deadline=FAR) == [STORED] * 3
+        assert get(aged, KEYS) == [HIT] * 3, "the control: pages that an engine stores are new ones"
+
+    @pytest.mark.parametrize("ahead_s", [CLOCK_SKEW_S - EDGE_S, CLOCK_SKEW_S + EDGE_S, 63e6])
+    def test_a_page_that_a_clock_far_ahead_has_stored_is_expired_and_can_be_stored_again(
+        self, stores: Stores, clock: ManualClock, ahead_s: float
+    ) -> None:
+        plain, wrong = stores.open(), At(clock.wall_s() + ahead_s)
+        assert put(stores.open(codec=codec_at(wrong)), KEYS) == [STORED] * 3
+        assert get(plain, KEYS) == [HIT] * 3
+        aged = stores.open(MAX_AGE_S)
+        if ahead_s < CLOCK_SKEW_S:
+            assert get(aged, KEYS) == [HIT] * 3
+            return
+        assert get(aged, KEYS) == [MISS] * 3
+        pages = full_frames(aged.codec, KEYS)
+        for key, page in zip(KEYS, pages, strict=True):
+            codec_at(wrong).seal(key, page)
+        assert aged.batch_set(KEYS, pages, parent=None, deadline=FAR) == [STORED] * 3
+        assert get(aged, KEYS) == [HIT] * 3, "a page in host memory that has the wrong time is stored as a new one"
 
     @pytest.mark.parametrize("options", [
         {"compression": Compression()}, {"encryption_keys": [b"c" * 32]}, {"mac_keys": [b"m" * 32]},

@@ -13,6 +13,7 @@ import pytest
 
 from hicache.backends.base import StoredPage
 from hicache.backends.compose import Levels, Part
+from hicache.backends.compose.copier import CopyStatistics
 from hicache.backends.driver import Inspects
 from hicache.backends.file import FileDriver
 from hicache.backends.file.inspection import make_store
@@ -56,6 +57,8 @@ from ._retention import (
     time_in,
 )
 from ._shared import open_shared, shared_driver
+
+NO_COPIES = CopyStatistics(copied=0, present=0, failed=0, dropped=0, waiting=0)
 
 
 class TestFileRetention(RetentionContract):
@@ -224,6 +227,24 @@ def test_a_promoted_page_keeps_its_age(tmp_path: Path, clock: ManualClock) -> No
         levels.close()
 
 
+def test_a_page_is_not_promoted_to_a_level_for_which_it_is_too_old_and_expires_on_all(
+    tmp_path: Path, clock: ManualClock
+) -> None:
+    upper, lower = (Stores(BackendSpec("file", {"path": str(tmp_path / name), "free_space_floor": 0}), clock)
+                    for name in "ab")  # fmt: skip
+    with contextlib.closing(upper), contextlib.closing(lower):
+        codec, slow = codec_at(clock), lower.open(10 * MAX_AGE_S)
+        levels = Levels(codec, [Part("fast", upper.open(MAX_AGE_S)), Part("slow", slow)], clock=clock)
+        assert put(slow, KEYS) == [STORED] * 3
+        clock.advance(10 * MAX_AGE_S - EDGE_S)
+        assert get(levels, KEYS) == [HIT] * 3
+        clock.advance(2 * EDGE_S)
+        assert get(levels, KEYS) == [MISS] * 3
+        levels.close()
+        assert dict(levels.copies()) == {"fast": NO_COPIES, "slow": NO_COPIES}
+        assert page_files(tmp_path / "a") == []
+
+
 def test_a_cascaded_page_keeps_its_age(tmp_path: Path, clock: ManualClock) -> None:
     lower = Stores(BackendSpec("shared_files", {"path": str(tmp_path / "s"), "free_space_floor": 0}), clock)
     with contextlib.closing(lower):
@@ -237,6 +258,24 @@ def test_a_cascaded_page_keeps_its_age(tmp_path: Path, clock: ManualClock) -> No
         assert slow.batch_get(KEYS, frames, deadline=FAR) == [HIT] * 3
         assert [time_in(frame) for frame in frames] == [began_s] * 3
         levels.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "shared_files"])
+def test_a_sweep_removes_the_pages_that_a_clock_far_ahead_has_stored(
+    tmp_path: Path, clock: ManualClock, kind: str
+) -> None:
+    root, wrong_s = tmp_path / "s", clock.wall_s() + 63e6
+    store = (open_file if kind == "file" else open_shared)(root, codec_at(At(wrong_s)), clock=clock)
+    put(store.backend, KEYS[:2])
+    touched(root, KEYS[:2], wrong_s)
+    driver = store.backend.stores[0].driver
+    put(bare(driver, codec_at(clock)), KEYS[2:])
+    assert isinstance(driver, FileDriver | SharedFilesDriver)
+    if isinstance(driver, SharedFilesDriver):
+        assert driver.begin_sweep(needs_room=False)
+    retention = swept_once(StoredPages(cast(Inspects, driver), kind, clock), clock)
+    assert retention.incidents().expired_pages == 2
+    assert [path.name for path in page_files(root)] == [KEYS[2].hex()]
 
 
 @pytest.mark.parametrize("kind", ["file", "shared_files"])

@@ -4,7 +4,8 @@ A verb must not use its frames after it has returned. Therefore a page that a le
 that level when its copy is written: the verb only queues the key, and memory is used for one call at a time. A page
 that was read from a lower level is staged: copied at once into a frame of the copier. Reading it again would cost as
 much as the copy saves. Pages beyond the limit are dropped and counted. A dropped copy loses no data: copies
-only make later reads faster.
+only make later reads faster. A copy keeps the time when its page was first stored, so a page that is too old for the
+part is not promoted.
 
 Locking design: one condition guards all fields. It is held for a few instructions, never during a copy of bytes or a
 backend call. Any thread submits; one thread of a SupervisedPool writes. Lock order: the condition, then the lock of the
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 
 from ...clock import SYSTEM_CLOCK, Clock
 from ...errors import InvariantError
-from ...frame import PageBuffer
+from ...frame import PageBuffer, header_of, stored_time
 from ...supervised import LINGER_S, Beat, SupervisedPool
 from ..base import GetOutcome, SetOutcome
 from ..calls import parent_outside
@@ -103,6 +104,8 @@ class Copier:
             if not run.keys or parent != run.keys[-1] or len(run.keys) == self._call_pages:
                 self._queue(run)
                 run = _Run(parent, source)
+            if source is None and self._is_too_old(pages[position]):
+                break  # the part would not serve it, and a prefix lookup stops there
             if not self._add(run, key):
                 # A prefix lookup stops at the dropped page, so later pages would be useless.
                 self._count(dropped=len(positions) - number)
@@ -110,6 +113,10 @@ class Copier:
             if source is None:
                 self._codec.gather(pages[position], run.frames[-1])
         self._queue(run)
+
+    def _is_too_old(self, page: PageBuffer) -> bool:
+        stored_s = stored_time(header_of(page))
+        return not any(start <= stored_s <= end for start, end in [store.valid_s for store in self._part.stores])
 
     def _add(self, run: _Run, key: bytes) -> bool:
         """Add a page to a run, with a frame if it is staged. Return False if it may not be copied now."""
@@ -189,7 +196,7 @@ class Copier:
             # A prefix lookup stops at a missing or damaged page, so later pages would be useless.
             whole = next((number for number, outcome in enumerate(found) if outcome is not GetOutcome.HIT), whole)
         if whole:
-            pages = run.frames[:whole]
+            pages = [self._codec.copy_in(frame) for frame in run.frames[:whole]]
             run.outcomes = self._part.batch_set(run.keys[:whole], pages, parent=parent, deadline=deadline)
 
     def _settle(self, run: _Run) -> None:

@@ -56,7 +56,9 @@ def write_pages(client: DaemonClient, path: str, writes: PageWrites, positions: 
     for position in positions:
         body += writes.sealed(position)
     parent = writes.parents[positions[0]]
-    query = {"keys": len(positions), **({} if parent is None else {"parent": parent.hex()})}
+    query: dict[str, object] = {"keys": len(positions), "copies": str(writes.is_copy(positions[0])).lower()}
+    if parent is not None:
+        query["parent"] = parent.hex()
     answer = client.send_pages(path, query, body, deadline=writes.deadline)
     settle_writes(writes, positions, list_of(answer, "outcomes", len(positions)), kinds_of(answer, 4 * len(positions)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,12 +15,14 @@ from hicache.backends.remote import RemoteDriver
 from hicache.backends.testing import (
     CORRUPT,
     HIT,
+    MISS,
     NAMESPACE,
     PAYLOAD_BYTES,
     STORED,
     DriverContract,
     OpenStore,
     Subject,
+    full_frames,
     load,
     make_keys,
     sealed,
@@ -32,6 +35,7 @@ from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError
 from hicache.frame import Compression, FrameCodec, FrameHeader, TagKind
 from tests.backends.remote.daemon import CODEC, Daemon, Frames, ThroughFrames
+from tests.clocks import At
 
 
 class _RemoteContract(DriverContract):
@@ -156,6 +160,21 @@ def test_pages_are_stored_as_the_daemon_defines_and_read_without_a_key(
         assert dict(door.backend.statistics().corrupt) == {"daemon": 1}
         assert store_chain(door, keys[0])[1] is STORED
     for door in doors:
+        door.backend.close()
+
+
+def test_the_daemon_stores_an_old_page_as_a_new_one_and_a_copy_of_it_as_old(tmp_path: Path) -> None:
+    options = {"path": str(tmp_path / "store"), "free_space_floor": 0, "max_age": "1h"}
+    old, keys = FrameCodec(NAMESPACE, PAYLOAD_BYTES, clock=At(time.time() - 7200.0)), make_keys(4)
+    with Daemon(tmp_path, storage={"type": "file", "options": options}) as daemon:
+        door = daemon.door(store_of(RemoteDriver, CODEC, daemon.options()))
+        frames = full_frames(old, keys)
+        for key, frame in zip(keys, frames, strict=True):
+            old.seal(key, frame)
+        copies = [old.copy_in(frame) for frame in frames[:2]]
+        assert door.backend.batch_set(keys[:2], copies, parent=None, deadline=soon()) == [STORED] * 2
+        assert door.backend.batch_set(keys[2:], frames[2:], parent=None, deadline=soon()) == [STORED] * 2
+        assert load(door, keys) == [MISS, MISS, HIT, HIT]
         door.backend.close()
 
 
