@@ -191,7 +191,7 @@ def test_a_touch_reaches_all_levels_and_a_page_on_any_of_them_is_not_missing() -
         assert Levels(CODEC, named(bare(OnlyMoves(), CODEC), upper)).batch_touch(OLD, deadline=soon()) == []
 
 
-def test_only_the_last_level_reports_its_evictions() -> None:
+def test_a_level_above_the_last_does_not_report_the_eviction_of_a_page_that_was_copied() -> None:
     upper, lower = memory_store(CODEC, 4 * PAGE), memory_store(CODEC, 8 * PAGE)
     with contextlib.closing(Levels(CODEC, named(upper, lower), cascade_bytes_max=COPIES)) as levels:
         told: list[bytes] = []

@@ -15,6 +15,7 @@ from typing import TypeVar
 from ...clock import Clock
 from ...errors import BackendError
 from ...frame import FrameCodec
+from ..base import EvictionListener
 from ..registry import Options, open_spec, part_specs
 from ..storage import Storage
 from ..store import Store
@@ -48,6 +49,11 @@ class Composed(Storage):
     def named_parts(self) -> list[tuple[str, Storage]]:
         """The parts with their names, in the order of reads."""
         return list(zip(self._names, self._parts, strict=True))
+
+    def watch_evictions(self, listener: EvictionListener) -> None:
+        """See Storage."""
+        for part in self._parts:
+            part.watch_evictions(listener)
 
     def close(self) -> None:
         """See Storage. Closes every part, even if one raises; then raises the first BackendError."""

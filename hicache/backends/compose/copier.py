@@ -8,8 +8,9 @@ only make later reads faster. A copy keeps the time when its page was first stor
 part is not promoted.
 
 Locking design: one condition guards all fields. It is held for a few instructions, never during a copy of bytes or a
-backend call. Any thread submits; one thread of a SupervisedPool writes. Lock order: the condition, then the lock of the
-pool; the pool calls back without its lock.
+backend call. `lacks`, which stores call under their own locks, reads a set and a dict without it. Any thread submits;
+one thread of a SupervisedPool writes. Lock order: the condition, then the lock of the pool; the pool calls back without
+its lock.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import math
 import mmap
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...clock import SYSTEM_CLOCK, Clock
@@ -34,6 +35,8 @@ from ..storage import Storage
 _CALL_BYTES_MAX = 16 << 20
 # The time limit of one call. If a store needs longer for 16 MiB, reading from it does not pay either.
 _CALL_S = 3.0
+# Uncopied pages to remember, at about 100 bytes each. The oldest are forgotten: a later touch reports their eviction.
+_UNCOPIED_MAX = 1 << 16
 # A part meets its deadline if its call returns at most this late.
 _GRACE_S = 1.0
 
@@ -71,8 +74,12 @@ class Copier:
     REQUIRES: `bytes_max` holds at least one page; the part and the sources are closed after the copier.
     """
 
-    def __init__(self, part: Storage, name: str, bytes_max: int, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, part: Storage, name: str, bytes_max: int, clock: Clock = SYSTEM_CLOCK,
+        *, on_lost: Callable[[Storage, Sequence[bytes]], object] = lambda source, keys: None,
+    ) -> None:  # fmt: skip
         self._part = part
+        self._on_lost = on_lost
         self._clock = clock
         self._codec = part.codec
         self._pages_max = bytes_max // part.codec.frame_bytes
@@ -81,6 +88,7 @@ class Copier:
         self._frames = 0  # allocated so far; frames are reused, as touching new memory costs more than copying into old
         self._free: list[memoryview] = []
         self._keys: set[bytes] = set()
+        self._uncopied: dict[bytes, None] = {}  # stored pages whose copies were dropped or failed
         self._runs: set[_Run] = set()  # being submitted, queued or written
         self._deletions = 0  # in progress; until they end, no page is accepted
         self._stop_at = math.inf
@@ -109,6 +117,7 @@ class Copier:
             if not self._add(run, key):
                 # A prefix lookup stops at the dropped page, so later pages would be useless.
                 self._count(dropped=len(positions) - number)
+                self._note_uncopied(source, [keys[p] for p in positions[number:]])
                 break
             if source is None:
                 self._codec.gather(pages[position], run.frames[-1])
@@ -155,8 +164,26 @@ class Copier:
         with self._state:
             self._runs.discard(run)
             self._keys.difference_update(run.keys)
+            copied = {key for key, outcome in zip(run.keys, run.outcomes, strict=False) if outcome.is_stored}
+            for key in copied:
+                self._uncopied.pop(key, None)
+            self._note_uncopied(run.source, [key for key in run.keys if key not in copied])
             self._free += run.frames
             self._state.notify_all()
+
+    def _note_uncopied(self, source: Storage | None, keys: Sequence[bytes]) -> None:
+        """Record that pages were not copied from the level that stored them."""
+        if source is None:
+            return  # a promotion
+        with self._state:
+            self._uncopied.update(dict.fromkeys(keys))
+            while len(self._uncopied) > _UNCOPIED_MAX:
+                del self._uncopied[next(iter(self._uncopied))]
+
+    def lacks(self, key: bytes) -> bool:
+        """Return True if the copy of a stored page waits, was dropped or has failed, as far as is known. Does not
+        block."""
+        return key in self._keys or key in self._uncopied
 
     def _count(self, **pages: int) -> None:
         with self._state:
@@ -193,6 +220,8 @@ class Copier:
             with self._state:
                 run.frames = [self._frame() for _ in run.keys]
             found = run.source.batch_get(run.keys, run.frames, deadline=deadline)
+            gone = (GetOutcome.MISS, GetOutcome.CORRUPT)
+            self._on_lost(run.source, [key for key, one in zip(run.keys, found, strict=True) if one in gone])
             # A prefix lookup stops at a missing or damaged page, so later pages would be useless.
             whole = next((number for number, outcome in enumerate(found) if outcome is not GetOutcome.HIT), whole)
         if whole:

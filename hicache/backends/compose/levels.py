@@ -8,8 +8,10 @@ A page moves between levels in three ways:
 
 Cascades and promotions are background copies (see `copier`), limited in bytes and dropped beyond the limit. A dropped
 cascade may cost a later hit; a dropped promotion costs another slow read. A cascade reads its pages back from the level
-that stored them, so a store does not wait for lower levels. A failing level is skipped: the other levels are read and
-written. The next call tries it again; while it is down, its guard answers at once. A page may be on several levels.
+that stored them, so a store does not wait for lower levels. A page that its level evicts before that is on no level:
+the listener of evictions is told, so that a later use stores the page again. A failing level is skipped: the other
+levels are read and written. The next call tries it again; while it is down, its guard answers at once. A page may be on
+several levels.
 
 Locking design: the copiers lock themselves; everything else is set by the constructor.
 """
@@ -17,6 +19,7 @@ Locking design: the copiers lock themselves; everything else is set by the const
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -64,9 +67,12 @@ class Levels(Composed):
         super().__init__(codec, levels)
         self._clock = clock
         self._promotes = promote and cascade_bytes_max is not None
+        self._listener: EvictionListener = lambda keys: None
         self._copiers: list[Copier] = []
         if cascade_bytes_max is not None:
-            self._copiers = [Copier(level.storage, level.name, cascade_bytes_max, clock) for level in levels]
+            self._copiers = [
+                Copier(level.storage, level.name, cascade_bytes_max, clock, on_lost=self._lost) for level in levels
+            ]
 
     def copies(self) -> dict[str, CopyStatistics]:
         """Return, by level name, the statistics of background copies to that level."""
@@ -139,8 +145,19 @@ class Levels(Composed):
         return outcomes
 
     def watch_evictions(self, listener: EvictionListener) -> None:
-        """See Storage. Only the last level notifies: pages evicted from another level have copies below it."""
-        self._parts[-1].watch_evictions(listener)
+        """See Storage. The last level notifies; another level only of pages without a copy below it."""
+        self._listener = listener
+        *upper, last = self._parts
+        last.watch_evictions(listener)
+        for level in upper:
+            level.watch_evictions(functools.partial(self._lost, level))
+
+    def _lost(self, level: Storage, keys: Sequence[bytes]) -> None:
+        """Notify of the pages, lost by a level, whose copies to the levels below it have not been made."""
+        below = self._copiers[self._parts.index(level) + 1 :]
+        lost = [key for key in keys if all(copier.lacks(key) for copier in below)]
+        if lost:
+            self._listener(lost)
 
     def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
         """See Storage. Removes the pages from all levels; a page on several levels counts once.

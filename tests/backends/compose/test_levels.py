@@ -42,8 +42,8 @@ class World:
     """Memory levels; `first_pages` limits the size of the first."""
 
     def __init__(
-        self, levels: int = 2, *, first_pages: int | None = None, promote: bool = True, copies: int = COPIES,
-        clock: Clock = SYSTEM_CLOCK,
+        self, levels: int = 2, *, first_pages: int | None = None, promote: bool = True,
+        copies: int | None = COPIES, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
         capacity = None if first_pages is None else first_pages * PAGE
         self.levels = [Troubled(capacity_bytes=capacity), *(Troubled() for _ in range(levels - 1))]
@@ -282,6 +282,50 @@ def test_a_page_lost_by_its_level_and_the_tail_after_it_are_not_copied(harm: str
     assert world.on(1, keys) == [True, True, False, False, False]
     copies = world.backend.copies()["part-1"]
     assert (copies.copied, copies.failed) == (3, 3)
+
+
+def test_a_page_that_its_level_evicts_before_the_copy_below_is_made_is_reported() -> None:
+    world, keys, others, told = World(3, first_pages=4), make_keys(4), make_keys(3, "others"), list[bytes]()
+    world.backend.watch_evictions(told.extend)
+    for level in world.levels[1:]:
+        level.gate.clear()
+    store_chain(world.store, make_keys(1, "first"))  # keeps the threads busy
+    store_chain(world.store, keys[:3])
+    store_chain(world.store, others)
+    evicted = [key for key in keys[:3] if world.on(0, [key]) == [False]]
+    assert set(told) >= set(evicted) and len(evicted) >= 2
+    for level in world.levels[1:]:
+        level.gate.set()
+    world.settle()
+    everywhere = [any(world.on(level, [key])[0] for level in range(3)) for key in keys[:3]]
+    assert everywhere == [key not in told for key in keys[:3]], "a page on no level was not reported"
+
+
+def test_a_page_that_another_engine_evicts_before_the_copy_below_is_made_is_reported() -> None:
+    world, keys, told = World(), make_keys(4), list[bytes]()
+    world.backend.watch_evictions(told.extend)
+    world.levels[1].gate.clear()
+    store_chain(world.store, make_keys(1, "first"))  # keeps the thread busy
+    store_chain(world.store, keys)
+    world.stores[0].delete(keys[2:], deadline=soon())  # this engine is not told of it
+    world.levels[1].gate.set()
+    world.settle()
+    assert world.on(1, keys) == [True, True, False, False]
+    assert told == keys[2:]
+
+
+@pytest.mark.parametrize("copies", [3 * PAGE, None])
+def test_a_page_whose_copy_was_dropped_is_reported_when_its_level_evicts_it(copies: int | None) -> None:
+    world, keys, told = World(first_pages=8, copies=copies), make_keys(8), list[bytes]()
+    world.backend.watch_evictions(told.extend)
+    world.levels[1].gate.clear()
+    assert store_chain(world.store, keys) == [STORED] * 8
+    world.levels[1].gate.set()
+    world.settle()
+    below = world.on(1, keys)
+    assert below == [copies is not None] * 3 + [False] * 5
+    store_chain(world.store, make_keys(8, "others"))
+    assert told == [key for key, there in zip(keys, below, strict=True) if not there][::-1]
 
 
 def test_a_deleted_page_does_not_come_back_from_the_queue() -> None:
