@@ -200,6 +200,10 @@ class SharesSweeps(Protocol):
         """Return the last size known to this engine. Does not block."""
 
     @property
+    def unpublished_bytes(self) -> int:
+        """Return the bytes of pages being written, or left by dead writers, in the last listing of all pages."""
+
+    @property
     def sweeps(self) -> bool:
         """Return True while this engine is the one that sweeps for all. Any thread; does not block."""
 

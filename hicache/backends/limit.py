@@ -7,6 +7,7 @@ chains lose their tails. Uses are those that the store reports, and those throug
 One engine never exceeds the limit. If several share a store, each learns about the others' writes from its next
 listing: the limit may be overshot by the writes of one interval plus one listing. Their sweeps choose almost the same
 pages; at worst each removes as many as one would. Where a driver `SharesSweeps`, one engine lists and sweeps for all.
+The others list once, at their start: the last listing of a sweep lacks what engines have written since and then died.
 
 The limit is lower while the store has less room: a driver that `HasFreeSpace` says how much is left, at each listing.
 If the store itself rejects pages, for a quota of its own, a sweep makes some room, at most once per interval.
@@ -16,6 +17,8 @@ page whose time has changed since the last listing counts as used after that lis
 
 A listing costs one request per thousand pages on S3. The first sweep that removes pages reads the header of each page
 that this engine has not stored itself: one small request per page, once.
+
+Longer than 500 lines because writes, listings and sweeps keep one ledger, whose invariant needs all of them.
 
 Locking design: `_state` guards the `_Ledger`, `_closed` and the data of verbs for the sweep (`_fresh`, `_uses`,
 `_is_full`); it is held for a few instructions, and taken before the lock of the task. `_rejection` is a hint, written
@@ -33,6 +36,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import TypeAlias
 
 from ..background import BackgroundTask
@@ -80,8 +84,10 @@ class _Ledger:
 
     `limit_bytes` is the capacity, or less while the store has less room. Invariant: `used_bytes` is at least the bytes
     of the last listing plus the bytes that this process may have written since it began; `reserved` bytes are not
-    included. `written_bytes` is a total. `_before` has that total at the last call of `follow` that did not know of a
-    listing, by the number of the last listing that the next call knew of.
+    included. `written_bytes` is a total. `_ended` is the number of the last listing that counts here: the first call of
+    `follow` sets it, because a listing that began before may lack the writes of engines that have died. `_before` has
+    that total at the last call of `follow` that did not know of a listing, by the number of the last listing that the
+    next call knew of.
     """
 
     capacity_bytes: int
@@ -92,7 +98,7 @@ class _Ledger:
     is_listed: bool = False
     _begun_bytes: int = 0  # `written_bytes` when the last listing began
     _series: str = ""
-    _ended: int = 0
+    _ended: int = -1  # before the first call of `follow`
     _before: dict[int, int] = field(default_factory=dict)
     _visited_bytes: int = 0  # `written_bytes` at the last call of `follow`
 
@@ -142,8 +148,9 @@ class _Ledger:
         An engine that was slow to begin or to end a listing may put older numbers back for a time: they are ignored.
         """
         before, self._visited_bytes = self._visited_bytes if self.is_listed else 0, self.written_bytes
-        if found.series != self._series:
-            self._series, self._ended, self._before = found.series, 0, {}
+        if found.series != self._series or self._ended < 0:
+            is_first, self._series, self._before = self._ended < 0, found.series, {}
+            self._ended = found.begun if is_first else 0
         if found.begun > max(self._before, default=self._ended):
             self._before[found.begun] = before
         if found.ended > self._ended:
@@ -346,6 +353,8 @@ class CapacityLimit:
                 self._list()
                 self._sweep()
                 self._backoff.reset()
+            elif not self._ledger.is_listed:
+                self._measure()
             if self._shared is not None:
                 ended_s = self._clock()
                 pause_s = max(PAUSE_S_MIN, _PAUSE_DUTY * (ended_s - began_s))
@@ -355,9 +364,6 @@ class CapacityLimit:
             _log.warning("limit: the store cannot be listed or swept: %s", error)
             self._not_before = self._clock() + self._backoff.next_s()
             return self._not_before
-        with self._state:
-            if not self._ledger.is_listed:
-                return self._not_before  # another engine makes the first listing, and writes wait for it
         # Random, so that engines that started together do not list together.
         return self._clock() + self._interval_s * random.uniform(0.75, 1.25)
 
@@ -384,6 +390,20 @@ class CapacityLimit:
             with self._state:
                 ledger = self._ledger
                 ledger.limit_bytes = max(0, min(ledger.capacity_bytes, ledger.used_bytes + free))
+
+    def _measure(self) -> None:
+        """Learn the size of the store from a listing, for an engine that does not sweep."""
+        with self._state:
+            self._ledger.begin_listing()
+        total = sum(page.bytes for page in takewhile(lambda page: not self._closed, self._stored.pages()))
+        if not self._closed:
+            self._end_listing(total)
+            self._limit_to_space()
+
+    def _end_listing(self, total: int) -> None:
+        with self._state:
+            self._ledger.end_listing(total + (0 if self._shared is None else self._shared.unpublished_bytes))
+            self._state.notify_all()
 
     def _list(self) -> None:
         """List the store. After a failure, the next listing gets the stores and uses that wait for this one."""
@@ -422,9 +442,7 @@ class CapacityLimit:
             seen.add((page.namespace, page.key))
         chains.keep(seen)
         self._listed_s, self._listed_pages = began_s, count
-        with self._state:
-            self._ledger.end_listing(total)
-            self._state.notify_all()
+        self._end_listing(total)
         self._limit_to_space()
 
     def _use_of(self, listed: StoredPage, began_s: float) -> float | None:

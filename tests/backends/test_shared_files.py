@@ -20,15 +20,12 @@ from hicache.backends.testing import (
     MISS,
     NAMESPACE,
     PRESENT,
-    SET_ERROR,
     STORED,
     DriverContract,
     InspectionContract,
     OpenStore,
-    Subject,
     load,
     make_keys,
-    open_backend,
     soon,
     store_chain,
 )
@@ -36,9 +33,9 @@ from hicache.backends.testing.inspection import OpenStored
 from hicache.clock import ManualClock
 from hicache.errors import BackendUnavailable
 from tests.clocks import PassingClock
-from tests.waiting import WAIT_S, wait_for
+from tests.waiting import WAIT_S
 
-from ._files import CODEC, OPENED, PAGE, Faulty, page_path
+from ._files import CODEC, PAGE, Faulty, page_path
 from ._shared import open_shared, shared_driver, shared_options
 
 
@@ -56,19 +53,6 @@ class TestSharedFilesInspection(InspectionContract):
     @pytest.fixture
     def open_stored(self, tmp_path: Path) -> OpenStored:
         return lambda: StoredPages(SharedFilesDriver(None, shared_options(tmp_path / "pages")), "shared_files")
-
-
-def test_an_engine_that_starts_during_the_first_listing_of_another_one_writes_after_it(tmp_path: Path) -> None:
-    first = SharedFilesDriver(CODEC, shared_options(tmp_path / "pages"))
-    assert first.begin_sweep(needs_room=False)
-    OPENED.append(opened := open_backend("shared_files", CODEC, shared_options(tmp_path / "pages")))
-    second = Subject(opened, bytes, lambda key, data: None)
-    keys = make_keys(2)
-    assert store_chain(second, keys) == [SET_ERROR] * 2
-    first.end_sweep(0, 0)
-    # Less than the interval between listings.
-    wait_for(lambda: store_chain(second, keys) in ([STORED] * 2, [PRESENT] * 2))
-    first.close()
 
 
 def stale(name: str) -> Faulty:

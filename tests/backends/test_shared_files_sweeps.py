@@ -19,7 +19,7 @@ import pytest
 from hicache.backends.base import SetOutcome
 from hicache.backends.driver import Swept
 from hicache.backends.file.system import System
-from hicache.backends.limit import LIST_INTERVAL_S, PAUSE_S, _Ledger
+from hicache.backends.limit import LIST_INTERVAL_S, _Ledger
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.pages import PageWrites
 from hicache.backends.shared_files.driver import TOUCH_S
@@ -404,15 +404,19 @@ class SharedStore:
 
     def visit(self, engine: Engine) -> None:
         is_ours = engine.lease.visit(self.dice.random() < 0.5)
-        before = engine.ledger._series, engine.ledger._ended
+        before, is_first = (engine.ledger._series, engine.ledger._ended), engine.ledger._ended < 0
         found = engine.lease.swept
         engine.ledger.follow(found)
-        if (engine.ledger._series, engine.ledger._ended) != before and engine.ledger._ended:
+        if not is_first and (engine.ledger._series, engine.ledger._ended) != before and engine.ledger._ended:
             engine.known = self.listings[found.pages]
         engine.listing = None
         if is_ours:
             engine.ledger.begin_listing()
             engine.listing = len(self.written)
+        elif not engine.ledger.is_listed:
+            engine.ledger.begin_listing()
+            engine.ledger.end_listing(sum(size for _, size in self.written))
+            engine.known = len(self.written)
 
     def end(self, engine: Engine) -> None:
         if engine.listing is None:
@@ -463,6 +467,7 @@ def test_no_engine_counts_less_than_the_last_listing_it_knows_and_its_own_writes
 def test_after_the_loss_of_the_lease_the_others_follow_its_new_numbers() -> None:
     """The control: lower numbers of the same series are older."""
     ledger = _Ledger(1000)
+    ledger.follow(Swept(1, 100, 6, 6, "first"))
     ledger.follow(Swept(1, 100, 7, 7, "first"))
     ledger.commit(10)
     ledger.follow(Swept(1, 60, 6, 6, "first"))
@@ -536,7 +541,7 @@ def pass_interval(store: Subject, clock: ManualClock) -> None:
     settle(store, clock)
 
 
-def test_a_second_engine_does_not_list_and_knows_the_size(tmp_path: Path) -> None:
+def test_a_second_engine_lists_once_and_then_knows_the_size(tmp_path: Path) -> None:
     """The control: after the owner has closed its store, the other one lists."""
     root, listings = tmp_path / "s", list[str]()
     ours_clock, theirs_clock = ManualClock(), ahead(120.0)
@@ -550,6 +555,9 @@ def test_a_second_engine_does_not_list_and_knows_the_size(tmp_path: Path) -> Non
 
     theirs = open_limited(root, 10, theirs_clock, system=Faulty(note))
     settle(theirs, theirs_clock)
+    assert limit_of(theirs)._ledger.used_bytes == 4 * PAGE and listings
+    listings.clear()
+    pass_interval(theirs, theirs_clock)
     assert limit_of(theirs)._ledger.used_bytes == 4 * PAGE and listings == []
     assert put(theirs, make_keys(7, "theirs")) == [STORED] * 6 + [REJECTED]
     assert theirs.backend.usage().pages == 4
@@ -558,18 +566,37 @@ def test_a_second_engine_does_not_list_and_knows_the_size(tmp_path: Path) -> Non
     assert listings and limit_of(theirs)._ledger.used_bytes <= 10 * PAGE
 
 
-def test_an_engine_that_starts_during_the_first_listing_writes_soon_after_it(tmp_path: Path) -> None:
-    """It looks again after a second, and not after an interval."""
+def test_an_engine_that_starts_during_another_s_listing_counts_the_store_itself(tmp_path: Path) -> None:
     root, clock = tmp_path / "s", ManualClock()
     lister = shared_driver(open_shared(root))
     assert lister.begin_sweep(False)
-    store = open_limited(root, 10, clock, is_listed=False)
-    settle(store, clock)
-    assert not limit_of(store)._ledger.is_listed, "the control"
-    lister.end_sweep(0, 0)
-    clock.advance(2 * PAUSE_S)
-    wait_for(lambda: limit_of(store)._ledger.is_listed)
+    store = open_limited(root, 10, clock)
     assert put(store, make_keys(3)) == [STORED] * 3
+    lister.end_sweep(0, 0)  # it began before this engine knew of it
+    pass_interval(store, clock)
+    assert limit_of(store)._ledger.used_bytes == 3 * PAGE
+
+
+def test_engines_that_die_one_after_another_do_not_fill_the_store_beyond_its_limit(tmp_path: Path) -> None:
+    """The control: a new engine has the room that is left."""
+    root, stored = tmp_path / "s", 0
+    for number in range(4):
+        store = open_limited(root, 10, ManualClock())  # that of its predecessors stands still
+        stored += put(store, make_keys(6, f"chain {number}")).count(STORED)
+        assert len(page_files(root)) == stored == min(10, 6 * (number + 1))
+
+
+def test_pages_that_a_dead_engine_was_writing_count_until_they_are_removed(tmp_path: Path) -> None:
+    root, keys = tmp_path / "s", make_keys(4)
+    store = open_shared(root)
+    store_chain(store, keys)
+    for key in keys[:3]:
+        page = page_path(root, CODEC, key)
+        page.rename(page.with_name(f".{page.name}.dead1"))
+    clock = ahead(-60.0)
+    limited = open_limited(root, 10, clock)
+    assert limit_of(limited)._ledger.used_bytes == 4 * PAGE
+    assert put(limited, make_keys(8, "more")).count(STORED) == 6
 
 
 @pytest.mark.parametrize("seed", seeds(3))

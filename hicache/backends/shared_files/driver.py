@@ -321,6 +321,11 @@ class SharedFilesDriver:
         return self._lease.swept
 
     @property
+    def unpublished_bytes(self) -> int:
+        """See SharesSweeps."""
+        return self._listing.temporary_bytes
+
+    @property
     def sweeps(self) -> bool:
         """See SharesSweeps."""
         return self._lease.is_ours

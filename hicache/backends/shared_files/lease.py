@@ -1,8 +1,8 @@
 """Who lists and sweeps: one engine for all that share a store, by a lease in the file `sweeper` of its root.
 
 The file names its owner, and has the size of the store after the last listing. The owner writes it when a listing
-begins, every BEAT_S during it, and at its end; the others read it, so that N engines do not list N times. An engine
-takes the lease over if
+begins, every BEAT_S during it, and at its end; the others read it, so that N engines do not list N times a minute. An
+engine takes the lease over if
 
     the file is missing or damaged, or its owner has closed its store or could not list it
     its content has not changed for LEASE_S

@@ -54,13 +54,14 @@ class Listing:
         self._system = system
         self._root = root
         self._clock = clock
+        self.temporary_bytes = 0  # of all temporary files in the last listing
         self._temporaries: list[str] = []
         self._unused: list[str] = []
 
     def pages(self, prefix: str) -> Iterator[StoredPage]:
         """Yield all pages of the namespaces whose digest starts with `prefix` in hexadecimal. Holds the names of one
         directory of pages."""
-        self._temporaries, self._unused = [], []
+        self._temporaries, self._unused, self.temporary_bytes = [], [], 0
         names = self._root.call(self._system.listdir, self._root.fd)
         for name in names:
             if name.startswith(TEMPORARY_LEASE):
@@ -84,6 +85,7 @@ class Listing:
                 key = bytes.fromhex(name)
                 yield StoredPage(bytes.fromhex(namespace), key, size_bytes, found.st_mtime, identity(found), damage)
             elif _is_temporary(name):
+                self.temporary_bytes += found.st_size
                 self._note_temporary(f"{folder}/{name}", found)
 
     def _note_temporary(self, name: str, found: os.stat_result) -> None:
