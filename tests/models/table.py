@@ -57,6 +57,11 @@ class Model:
         return "mamba_cache_mode" in self.options
 
     @property
+    def needs_avx512(self) -> bool:
+        """True if vLLM's kernels for this KV need a CPU with AVX-512."""
+        return "kv_cache_dtype" in self.options
+
+    @property
     def dtype(self) -> str:
         return str(self.options.get("dtype", "float32"))
 
@@ -75,6 +80,7 @@ MODELS: dict[str, Model] = {
     "Llama with an EAGLE head": Model(
         "full attention, and the head's", "LlamaConfig", has_head=True, chunk_tokens=64, in_ci=True
     ),
+    "Llama with fp8 KV": Model("full attention", "LlamaConfig", options={"kv_cache_dtype": "fp8"}),
     "Qwen3": Model("full attention", "Qwen3Config"),
     "Mixtral": Model("full attention, experts", "MixtralConfig", {"num_local_experts": 4}),
     "Qwen3-MoE": Model("full attention, experts", "Qwen3MoeConfig", _EXPERTS),
