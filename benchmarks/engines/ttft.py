@@ -3,9 +3,9 @@
     .venv-engines/bin/python -m benchmarks.engines.ttft [--path DIRECTORY] [--ways NAME ...] [--models NAME ...]
 
 Each way is a separate vLLM, one after another: HiCacheConnector, vLLM's OffloadingConnector over its own file tier and
-over HiCacheTier. (LMCache's connector does not support CPUs.) Hits in files are those of a second process over the same
-directory. An answer reports the number of its cached tokens; an answer counts as a hit only if all its whole blocks
-were cached. The last rows compare the hits of the ways, and what they store.
+over HiCacheTier. (LMCache's server, which has a CPU device, is not measured.) Hits in files are those of a second
+process over the same directory. An answer reports the number of its cached tokens; an answer counts as a hit only if
+all its whole blocks were cached. The last rows compare the hits of the ways, and what they store.
 
 The models have random weights and 8 layers. In `llama` all have full attention; in `gemma-3` two, and the others keep
 512 tokens; in `gpt-oss` four, and the others keep 128; in `qwen3-next` two, and the others have a state. For all but
