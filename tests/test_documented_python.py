@@ -114,6 +114,12 @@ from hicache.lab.devservers.ports import free_ports
 from types import SimpleNamespace
 server = SimpleNamespace(port=free_ports(1)[0])
 """
+VLLM = """
+from types import SimpleNamespace
+results = iter([False, True])
+llm = SimpleNamespace(reset_prefix_cache=lambda reset_connector: next(results))
+llm.llm_engine = SimpleNamespace(step=lambda: None)
+"""
 # The setup of each block, in the order of the page.
 SETUPS = {
     "README.md": ["prompt_tokens = list(range(300))"],
@@ -124,6 +130,7 @@ SETUPS = {
         CONFIG + "from hicache.lab.engine import BUNDLED_MODEL as folder", REQUEST, BATCH, SESSIONS, SLOTS, RANKS,
         CONFIG + CACHE + "capacity_bytes = 1 << 20", CONFIG + "from hicache import create_cache",
     ],
+    "docs/engines.md": [VLLM],
     "docs/host_cache.md": [HOST, WORKERS],
     "docs/reliability.md": [CONFIG + CACHE],
     "docs/servers.md": ["", SERVER],
