@@ -5,7 +5,12 @@ the forward; except those of the tokenizer) and of the model's own code (`*.py`)
 so the digest of each file is cached in the user's cache directory (`$XDG_CACHE_HOME/hicache` or `~/.cache/hicache`),
 together with the file's size, inode and times. A file that was changed in the last seconds is hashed again the next
 time: a second change within one tick of the file system's clock would not be visible. The cache only saves time:
-without it, or if it is damaged, all bytes are read.
+without it, or if it is damaged, all bytes are read. The state that a trainer saves beside the weights does not count.
+
+An engine loads weights at another time than HiCache reads their files. `loaded_fingerprint` is for such weights: it
+returns a unique name if a file, or a link or folder by which it is reached, changed after a given time. It trusts the
+clock of the file system, and does not detect that a file was removed, or that a folder was renamed and then got or lost
+an entry.
 """
 
 from __future__ import annotations
@@ -13,20 +18,26 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import logging
 import os
 import stat
 import struct
 import tempfile
 import time
+import uuid
 from pathlib import Path
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 from .arguments import file_path
 from .errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 WEIGHT_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 # The tokenizer does not change KV: keys are computed from tokens.
 _NOT_CONFIGURATION = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "special_tokens_map.json")
+# What trainers save beside the weights to continue.
+_TRAINING = ("optimizer.*", "scheduler.*", "scaler.*", "training_args.*", "trainer_state.*", "rng_state*")
 # The coarsest clock of a file system in use (FAT).
 _TICK_NS = 2_000_000_000
 # Far above the entries of any model; HiCache did not write a larger file.
@@ -34,6 +45,16 @@ _CACHE_BYTES_MAX = 8 << 20
 
 # Device, inode, size, time of the last write and of the last change of any kind, both in ns.
 _State: TypeAlias = list[int]
+
+
+class FolderState(NamedTuple):
+    """The size and times of each file of a model folder, and of each link by which it is reached. `changed` is the path
+    among them, and among their folders, that changed last, and `changed_ns` the time. Without device and inode: some
+    file systems in user space number their files again."""
+
+    entries: dict[str, _State]
+    changed: str
+    changed_ns: int
 
 
 def model_fingerprint(folder: str | os.PathLike[str], *, cache: bool = True) -> str:
@@ -63,6 +84,60 @@ def model_fingerprint(folder: str | os.PathLike[str], *, cache: bool = True) -> 
     return digest.hexdigest()
 
 
+def loaded_fingerprint(folder: str | os.PathLike[str], since_ns: int) -> str:
+    """Return the fingerprint of the weights that an engine has loaded from `folder` since the wall time `since_ns`.
+
+    If something has changed since then, the engine may have loaded other weights: return a unique name, under which no
+    other process finds pages, and log what changed. Blocks and raises as `model_fingerprint`.
+    """
+    found, state = model_fingerprint(folder), folder_state(folder)
+    if state.changed_ns < since_ns:
+        return found
+    logger.warning(
+        "%s has changed since the engine started, which may have loaded it before: no other engine shares the pages of "
+        "these weights; restart the engine", state.changed,
+    )  # fmt: skip
+    return f"unshared {uuid.uuid4().hex}"
+
+
+def folder_state(folder: str | os.PathLike[str]) -> FolderState:
+    """Return the state of the files that the fingerprint covers. Reads none of them. Raises as `model_fingerprint`."""
+    entries: dict[str, _State] = {}
+    times: dict[str, int] = {}
+
+    def visit(path: Path) -> None:
+        for step in (*reversed(path.parents), path):
+            name = os.fspath(step)
+            if name in times:
+                continue
+            found = step.lstat()
+            if stat.S_ISDIR(found.st_mode):  # a new or removed entry changes both times, another name only the second
+                times[name] = 0 if found.st_mtime_ns == found.st_ctime_ns else found.st_ctime_ns
+                continue
+            entries[name] = _state(found)[2:]
+            times[name] = max(found.st_mtime_ns, found.st_ctime_ns)
+            if times[name] % 1_000_000_000 == 0:  # the clock of the file system has whole seconds
+                times[name] += _TICK_NS
+            if stat.S_ISLNK(found.st_mode):
+                visit(step.parent / step.readlink())
+
+    path = file_path("model folder", folder).absolute()
+    try:
+        for file in _files(path):
+            visit(file)
+    except OSError as error:
+        raise ConfigError(f"model folder {os.fspath(path)!r}: cannot be read: {error.strerror}") from error
+    changed = max(times, key=times.__getitem__)
+    return FolderState(entries, changed, times[changed])
+
+
+def process_start_ns() -> int:
+    """Return the wall time, in ns, at which this process started, rounded up to the kernel's tick."""
+    ticks = int(Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()[19])
+    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - (ticks + 1) / os.sysconf("SC_CLK_TCK")
+    return time.time_ns() - int(age_s * 1e9)
+
+
 def _files(folder: Path) -> list[Path]:
     """Return the files that the fingerprint covers, sorted by name."""
     try:
@@ -70,9 +145,10 @@ def _files(folder: Path) -> list[Path]:
     except (OSError, ValueError) as error:  # ValueError: the path contains a null byte
         reason = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"model folder {os.fspath(folder)!r}: cannot be read: {reason}") from error
+    code = [path for path in files if path.suffix == ".py"]
+    files = [path for path in files if not any(map(path.match, _TRAINING))]
     weights = [path for path in files if path.suffix in WEIGHT_SUFFIXES]
     configuration = [path for path in files if path.suffix == ".json" and path.name not in _NOT_CONFIGURATION]
-    code = [path for path in files if path.suffix == ".py"]
     for found, what in ((weights, f"weights ({', '.join('*' + each for each in WEIGHT_SUFFIXES)})"),
                         (configuration, "configuration (config.json)")):  # fmt: skip
         if not found:
@@ -84,11 +160,11 @@ def _file_digest(path: Path, known: tuple[_State, str] | None) -> tuple[_State, 
     """Return the state of a file and the SHA-256 of its bytes. Does not read the file if `known` has the same state."""
     try:
         with path.open("rb") as file:
-            before = _state(file.fileno())
+            before = _state(os.fstat(file.fileno()))
             if known is not None and known[0] == before:
                 return known
             value = hashlib.file_digest(file, "sha256").hexdigest()
-            after = _state(file.fileno())
+            after = _state(os.fstat(file.fileno()))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
     if before != after:
@@ -96,8 +172,7 @@ def _file_digest(path: Path, known: tuple[_State, str] | None) -> tuple[_State, 
     return after, value
 
 
-def _state(descriptor: int) -> _State:
-    found = os.fstat(descriptor)
+def _state(found: os.stat_result) -> _State:
     return [found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
 
 
@@ -111,6 +186,7 @@ def _cache_file(folder: Path) -> Path | None:
         if state.st_uid == os.geteuid() and not state.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             name = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()
             return cache / f"model-{name[:32]}.json"
+    logger.info("%s: reading all weights, because this user has no private cache directory; set XDG_CACHE_HOME", folder)
     return None
 
 

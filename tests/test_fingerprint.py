@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +17,8 @@ import pytest
 
 from hicache import model_fingerprint
 from hicache.errors import ConfigError, InvalidInput
+from hicache.fingerprint import folder_state, loaded_fingerprint, process_start_ns
+from tests.waiting import wait_for
 
 # Long before now, so that digests are kept.
 DAY_S = 86_400.0
@@ -92,6 +98,81 @@ def test_other_files_do_not_count(folder: Path) -> None:
         put(folder / name, b"text")
     (folder / "original").mkdir()
     assert model_fingerprint(folder) == before
+
+
+def test_the_state_of_a_trainer_does_not_count(folder: Path) -> None:
+    put(folder / "scheduler.py", b"code")
+    before = model_fingerprint(folder)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state_0.pth", "training_args.bin", "trainer_state.json"):
+        put(folder / name, b"state")
+    assert model_fingerprint(folder) == before
+    put(folder / "scheduler.py", b"other code")
+    assert model_fingerprint(folder) != before
+
+
+def swap(path: Path, other: Path) -> None:
+    aside = path.with_name("aside")
+    path.rename(aside)
+    other.rename(path)
+    aside.rename(other)
+
+
+# What changes in `linked`, and how.
+CHANGES: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "weights": ("real/model/a.safetensors", lambda path: path.write_bytes(b"other")),
+    "configuration": ("real/model/config.json", lambda path: path.write_bytes(b"other")),
+    "another folder": ("real/model", lambda path: swap(path, path.with_name("other"))),
+    "another folder further up": ("real", lambda path: swap(path, path.with_name("spare"))),
+    "another target of a link": ("link", lambda path: swap(path, path.with_name("next"))),
+}
+
+
+@pytest.fixture
+def linked(folder: Path, tmp_path: Path) -> Path:
+    """Return a folder with a model in `link/model`, and with others that can take its place."""
+    root = tmp_path / "linked"
+    for name in ("real/model", "real/other", "spare/model"):
+        shutil.copytree(folder, root / name)
+    (root / "link").symlink_to("real")
+    (root / "next").symlink_to(root / "spare")
+    return root
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_changed_after_they_may_have_been_loaded_have_a_unique_name(
+    change: str, linked: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    name, make = CHANGES[change]
+    path, model = linked / name, linked / "link" / "model"
+    began_ns = folder_state(model).changed_ns + 1
+    assert loaded_fingerprint(model, began_ns) == model_fingerprint(model)
+    wait_for(lambda: path.lstat().st_ctime_ns > began_ns, lambda: make(path))  # the clock of files has ticks
+    found = [model_fingerprint(model), loaded_fingerprint(model, began_ns), loaded_fingerprint(model, began_ns)]
+    assert len(set(found)) == 3
+    assert f"{path.name} has changed since the engine started" in caplog.text
+    assert loaded_fingerprint(model, folder_state(model).changed_ns + 1) == found[0], "an engine that starts later"
+
+
+def _is_newer(path: Path, time_ns: int) -> bool:
+    return path.stat().st_ctime_ns > time_ns
+
+
+def test_entries_beside_the_model_do_not_change_it(linked: Path) -> None:
+    model = linked / "link" / "model"
+    state = folder_state(model)
+    for path in (linked / "another", linked / "real" / "another", model / "README.md"):
+        path.touch()
+        wait_for(functools.partial(_is_newer, path, state.changed_ns), path.touch)
+    assert folder_state(model).entries == state.entries and folder_state(model).changed_ns <= state.changed_ns
+
+
+def test_a_process_started_after_its_parent_and_before_now() -> None:
+    code = "from hicache.fingerprint import process_start_ns; import time; print(process_start_ns(), time.time_ns())"
+    before_ns = time.time_ns()
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    started_ns, later_ns = map(int, result.stdout.split())
+    assert before_ns < started_ns < later_ns
+    assert process_start_ns() < before_ns
 
 
 def test_a_model_of_links_has_the_fingerprint_of_its_files(folder: Path, tmp_path: Path) -> None:

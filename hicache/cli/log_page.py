@@ -187,6 +187,10 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "(engines.md#models-with-windows-or-state).",
         "adapter ...: its pages": "HiCache cannot read the adapter's weights.",
         "adapter ...: its files": "Restart vLLM.",
+        "... has changed since the engine started": "[Weights that other engines may share]"
+        "(engines.md#new-weights-adapters-tenants) are older than the engine. Restart it.",
+        "...: reading all weights": "A cache directory of the user's own makes the next start faster. A "
+        "read-only one is normal.",
         "a load of": "A layer-wise load failed; the request gets no more pages. Often: look at the device and its "
         "driver.",
         "a copy of": "A load is computed again, a save is discarded. As above.",

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from ..arguments import instance
 from ..config import HiCacheConfig, load_config
 from ..errors import ConfigError
-from ..fingerprint import model_fingerprint
+from ..fingerprint import loaded_fingerprint, process_start_ns
 
 
 def engine_config(
@@ -50,7 +50,8 @@ def known_options(where: str, extra: Mapping[str, object] | None, known: frozens
 
 def model_identity(where: str, extra: Mapping[str, object] | None, model: str, commit: str | None) -> str:
     """Return the identity of `model`'s weights for a namespace: the entry `model` of `extra`, the fingerprint of a
-    local folder, or the name on a hub with the commit of its snapshot.
+    local folder, or the name on a hub with the commit of its snapshot. It is unique if the folder has changed since
+    this process started, because the engine may have loaded other weights.
 
     Blocks while the weights of a folder are read for the first time. Raises ConfigError without any of these, because
     pages of two models would be mixed up.
@@ -59,7 +60,7 @@ def model_identity(where: str, extra: Mapping[str, object] | None, model: str, c
     if named is not None:
         return instance(f"{where}: model", named, str)
     if os.path.isdir(model):
-        return model_fingerprint(model)
+        return loaded_fingerprint(model, process_start_ns())
     if commit:
         return f"{model}@{commit}"
     raise ConfigError(

@@ -27,6 +27,7 @@ with warnings.catch_warnings():  # from vLLM and its imports
     from hicache.integrations.vllm.engine import AdapterKeys, Engine, log_as_vllm
 from hicache.integrations.vllm.layout import BlockLayout
 from hicache.keys import Namespace
+from tests.waiting import WAIT_S, wait_for
 
 SPEC = FullAttentionSpec(block_size=16, num_kv_heads=1, head_size=8, dtype=torch.uint8)
 
@@ -107,24 +108,57 @@ def adapter_in(folder: Path, weights: bytes) -> LoRARequest:
     return LoRARequest("an adapter", 1, str(folder))
 
 
+def key_of(keys: AdapterKeys, adapter: LoRARequest) -> str:
+    future = keys.of(adapter)
+    assert future is not None
+    return future.result(WAIT_S)
+
+
+def replaced(keys: AdapterKeys, adapter: LoRARequest, weights: bytes) -> None:
+    """Replace the weights, until the file system's clock shows that this was after `keys` was made: it has ticks."""
+    path = Path(adapter.path, "adapter_model.safetensors")
+    wait_for(lambda: path.stat().st_ctime_ns > keys._since_ns, lambda: path.write_bytes(weights))
+
+
 def test_adapters_are_identified_by_their_weights(tmp_path: Path) -> None:
     one, other = adapter_in(tmp_path / "one", b"one"), adapter_in(tmp_path / "other", b"other")
-    keys = AdapterKeys()
+    keys, after_restart = AdapterKeys(), AdapterKeys()
     assert keys.of(None) is None
-    assert keys.of(one) == keys.of(one) == AdapterKeys().of(one) != keys.of(other)
+    assert keys.of(one) is keys.of(one), "the weights are read once"
+    assert key_of(keys, one) == key_of(after_restart, one) != key_of(keys, other)
 
 
-def test_if_the_files_of_an_adapter_change_its_requests_share_no_pages(tmp_path: Path) -> None:
+def test_if_the_files_of_an_adapter_change_its_requests_share_no_pages(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapter = adapter_in(tmp_path / "one", b"old weights")
     keys = AdapterKeys()
-    before = keys.of(adapter_in(tmp_path / "one", b"old weights"))
-    after = adapter_in(tmp_path / "one", b"the new weights")
-    found = [before, keys.of(after), keys.of(after), AdapterKeys().of(after)]
+    before = key_of(keys, adapter)
+    replaced(keys, adapter, b"new weights")
+    found = [before, key_of(keys, adapter), key_of(keys, adapter), key_of(AdapterKeys(), adapter)]
     assert len(set(found)) == 4
+    assert len(caplog.records) == 1 and "restart the engine" in caplog.text
+
+
+def test_an_adapter_that_changed_before_its_first_request_is_shared_with_no_other_engine(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """vLLM may have loaded it before the change, and loads it again under another number or in place."""
+    adapter = adapter_in(tmp_path / "one", b"old weights")
+    keys = AdapterKeys()
+    replaced(keys, adapter, b"new weights")
+    key = key_of(keys, adapter)
+    assert len(caplog.records) == 1 and "adapter_model.safetensors has changed since the engine" in caplog.text
+    assert key_of(keys, adapter) == key, "this engine finds its pages"
+    others = [LoRARequest("an adapter", 2, adapter.path), LoRARequest("an adapter", 1, adapter.path, load_inplace=True)]
+    restarted = AdapterKeys()
+    assert len({key, *(key_of(keys, other) for other in others), key_of(restarted, adapter)}) == 4
+    assert key_of(restarted, adapter) == key_of(AdapterKeys(), adapter), "after a restart it is shared"
 
 
 def test_an_adapter_without_files_is_found_only_by_its_process() -> None:
     keys, adapter = AdapterKeys(), LoRARequest("an adapter", 1, "someone/adapter")
-    assert keys.of(adapter) == keys.of(adapter) != AdapterKeys().of(adapter)
+    assert key_of(keys, adapter) == key_of(keys, adapter) != key_of(AdapterKeys(), adapter)
 
 
 def test_the_seed_of_block_hashes_is_in_the_namespace_before_vllm_has_set_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from hicache import model_fingerprint
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput
 from hicache.integrations.options import engine_config, known_options, model_identity
@@ -64,15 +67,26 @@ def test_an_unknown_option_is_rejected_with_the_list_of_options() -> None:
         known_options(FLAG, {"modle": "x"}, frozenset({"config", "model"}))
 
 
+def identity_in_a_new_process(folder: Path) -> str:
+    code = "import sys; from hicache.integrations.options import *; print(model_identity('', {}, sys.argv[1], None))"
+    result = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, check=True)
+    return result.stdout.strip()
+
+
 def test_weights_are_identified_by_a_name_a_folder_or_a_commit(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"weights")
-    folder = model_identity(FLAG, {}, str(tmp_path), None)
-    assert len(folder) == 64 and folder == model_identity(FLAG, None, str(tmp_path), "commit")
-    (tmp_path / "model.safetensors").write_bytes(b"other weights")
-    assert model_identity(FLAG, {}, str(tmp_path), None) != folder
+    assert identity_in_a_new_process(tmp_path) == model_fingerprint(tmp_path)
     assert model_identity(FLAG, {"model": "mine 7"}, str(tmp_path), None) == "mine 7"
     assert model_identity(FLAG, {}, "org/model", "0123abc") == "org/model@0123abc"
+
+
+def test_a_process_that_started_before_its_weights_were_written_shares_no_pages(tmp_path: Path) -> None:
+    """The engine in this process may have loaded other weights before."""
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    found = [model_identity(FLAG, {}, str(tmp_path), "commit") for _ in range(2)]
+    assert len({*found, model_fingerprint(tmp_path)}) == 3
 
 
 def test_weights_that_cannot_be_identified_are_rejected() -> None:

@@ -14,7 +14,7 @@ from hicache.integrations.vllm.scheduler import SchedulerSide
 from tests.waiting import wait_for
 
 from .vllm_driver import Engine, engine_on
-from .vllm_parts import BLOCK, Request, Worker
+from .vllm_parts import BLOCK, Request, ShiftedClock, Worker
 
 NAME = f"vllm-test-{os.getpid()}"
 PROMPT = list(range(100, 122))  # five blocks and two tokens
@@ -104,6 +104,38 @@ def test_equal_prompts_under_other_adapters_or_salts_do_not_share_pages(
         options: dict[str, Any] = {name: value}
         assert engine.serve(PROMPT, **options).matched == matched
         engine.forget_device()
+
+
+def test_a_request_whose_adapter_is_being_identified_waits_and_blocks_no_other(tmp_path: Path) -> None:
+    with engine_on(tmp_path, NAME) as engine:
+        engine.serve(PROMPT, adapter="one 1")
+    with engine_on(tmp_path, NAME) as engine:
+        waiting, skipping = (
+            engine.add(engine.request(prompt, adapter="one 1", identified=False, skip_reading_prefix_cache=skips))
+            for prompt, skips in ((PROMPT, False), ([7, *PROMPT], True))
+        )
+        assert engine.serve(PROMPT).matched == 0
+        engine.run(skipping)  # vLLM does not wait for it, so it is not saved
+        assert engine.pages_on_host(skipping) == 0 and waiting.status == "waiting"
+        assert waiting.identity is not None
+        waiting.identity.set_result("one 1")
+        engine.run(waiting)
+        assert waiting.matched == 20
+
+
+def test_a_request_whose_adapter_is_not_identified_in_time_shares_no_pages(tmp_path: Path) -> None:
+    clock = ShiftedClock()
+    with engine_on(tmp_path, NAME, clock=clock) as engine:
+        engine.serve(PROMPT, adapter="one 1")
+        engine.forget_device()
+        late = engine.add(engine.request(PROMPT, adapter="one 1", identified=False))
+        engine.step()
+        assert late.status == "waiting"
+        clock.shift_s = 10
+        engine.run(late)
+        assert late.matched == 0
+        engine.forget_device()
+        assert engine.serve(PROMPT, adapter="one 1").matched == 20
 
 
 # Loads

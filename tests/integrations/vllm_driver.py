@@ -56,7 +56,7 @@ class Engine:
         namespace = Namespace(
             "a model", self.layout.shape, tp_size=form.ranks, ranks_share_pages=True, key_hash="of the test"
         )
-        self.cache = create_host_cache(config, namespace, host=self.pool)
+        self.cache = create_host_cache(config, namespace, host=self.pool, clock=form.clock)
         stream = EventStream(form.event_bytes)
         self.cache.record_events(stream)
         self.events, self.router = stream.subscribe(), BlockRouter()
@@ -90,7 +90,7 @@ class Engine:
         assert request.request_id not in self.requests
         self.requests[request.request_id] = request
         self.waiting.append(request)
-        self.scheduler.arrive(request, request.adapter)
+        self.scheduler.arrive(request, request.identity)
         return request
 
     def abort(self, request: Request) -> bool:

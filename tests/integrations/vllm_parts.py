@@ -6,11 +6,13 @@ import hashlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.errors import TransferError
 from hicache.integrations.vllm.jobs import Report, Step
 from hicache.integrations.vllm.worker import Collected, WorkerSide
@@ -101,6 +103,7 @@ class Request:
     known: int
     salt: str = ""
     adapter: str | None = None
+    identified: bool = True  # otherwise a test sets the result of `identity`
     skip_reading_prefix_cache: bool = False
     trace_headers: Mapping[str, str] | None = None
     num_computed_tokens: int = 0
@@ -116,6 +119,9 @@ class Request:
 
     def __post_init__(self) -> None:
         self._kv: dict[int, Any] = {}
+        self.identity: Future[str] | None = None if self.adapter is None else Future()
+        if self.identity is not None and self.identified:
+            self.identity.set_result(str(self.adapter))
         self.hash_blocks()
 
     @property
@@ -198,6 +204,15 @@ class Row(NamedTuple):
     tokens: int
 
 
+class ShiftedClock(Clock):
+    """The system's clock with a monotonic time that a test shifts; waits are not shifted."""
+
+    shift_s = 0.0
+
+    def __call__(self) -> float:
+        return super().__call__() + self.shift_s
+
+
 @dataclass(frozen=True)
 class Form:
     """The parameters of an engine. `batches` in flight: 2 is asynchronous scheduling. `drafts`: tokens of speculative
@@ -215,6 +230,7 @@ class Form:
     budget: int = 64
     caching: bool = True
     event_bytes: int = 1 << 26
+    clock: Clock = SYSTEM_CLOCK
 
 
 @dataclass(eq=False)

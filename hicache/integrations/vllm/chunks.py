@@ -25,7 +25,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 from ...config import HiCacheConfig
 from ...config.schema import HostConfig
 from ...errors import ConfigError
-from ...fingerprint import model_fingerprint
+from ...fingerprint import loaded_fingerprint, process_start_ns
 from ...units import Share, format_size
 from ..options import engine_config
 from .engine import OPTIONS, extra_of, identity_of, quantisation_of, require_supported
@@ -119,7 +119,7 @@ def _draft(vllm: VllmConfig) -> str:
     if speculative is None or not speculative.uses_draft_kv_cache():
         return ""
     name = speculative.draft_model_config.model
-    return f"{speculative.method} {model_fingerprint(name) if os.path.isdir(name) else name}"
+    return f"{speculative.method} {loaded_fingerprint(name, process_start_ns()) if os.path.isdir(name) else name}"
 
 
 def _host_bytes(host: HostConfig, vllm: VllmConfig, cache: KVCacheConfig, blocks: int) -> int:

@@ -6,9 +6,11 @@ import dataclasses
 import hashlib
 import json
 import logging
+import os
 import uuid
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import Future
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -28,11 +30,12 @@ from vllm.v1.kv_cache_interface import (
     group_kernel_blocks,
 )
 
+from ...clock import SYSTEM_CLOCK
 from ...config import EventsConfig, HiCacheConfig
 from ...errors import ConfigError, HiCacheError
-from ...fingerprint import model_fingerprint
+from ...fingerprint import folder_state, loaded_fingerprint
 from ...keys import Namespace
-from ...logs import LimitedLog
+from ...supervised import Beat, SupervisedPool
 from ...tiers import SharedHostPool
 from ...tiers.memory import host_is_pinned, host_pages
 from ...units import Share
@@ -45,6 +48,8 @@ logger = logging.getLogger(__name__)
 OPTIONS = "kv_connector_extra_config"
 # How long the other processes of an engine wait while the kernel zeroes the frames: 1 TiB takes minutes.
 _OPEN_S = 600.0
+# Adapters that are remembered; a forgotten one is identified again.
+_ADAPTERS_MAX = 1024
 # Entries of a model's configuration that only describe its source and its reader.
 _NOT_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version")
 
@@ -181,38 +186,76 @@ class Engine:
         return [[group_kernel_blocks(caches[name], self.blocks)] for name in self.layer_names]
 
 
+@dataclass(slots=True, eq=False)
+class _Adapter:
+    """An adapter that vLLM has loaded once, and the state of its files at its first request, None after a change. `key`
+    gets its result when the weights have been read."""
+
+    name: str
+    path: str
+    files: dict[str, list[int]] | None
+    key: Future[str] = field(default_factory=Future)
+
+
 class AdapterKeys:
     """The identities of LoRA adapters, because block hashes only contain their names, whose weights can change.
 
-    The pages of an adapter without a fingerprint, such as one on a hub, are found only by this process. If the files of
-    an adapter change, vLLM may use the old or the new ones; from then on its requests share no pages.
+    vLLM does not tell when it loads an adapter. So only files that have not changed since this object was made, before
+    vLLM loads any adapter, are those that it has loaded. The pages of other adapters, such as one on a hub, are found
+    only by this process. If the files change after the first request, vLLM may use the old or the new ones; from then
+    on the requests of the adapter share no pages.
+
+    Locking design: the scheduler's thread calls `of` and owns all fields. The thread of the pool reads the weights of
+    an adapter once, and sets the result of its `key`.
     """
 
     def __init__(self) -> None:
-        self._log = LimitedLog(logger)
-        self._process = uuid.uuid4().hex
-        self._first: dict[tuple[str, str], str] = {}  # by name and path
+        self._since_ns = int(1e9 * SYSTEM_CLOCK.wall_s())
+        self._adapters: dict[tuple[object, ...], _Adapter] = {}
+        self._pool: SupervisedPool[_Adapter] = SupervisedPool(
+            "adapters", 1, handle=self._identify, fail=_set_unique_key, linger_s=0
+        )
 
-    def of(self, adapter: LoRARequest | None) -> str | None:
-        """Return the key of a request's adapter; None without one. Reads the weights if they are new."""
+    def of(self, adapter: LoRARequest | None) -> Future[str] | None:
+        """Return the future key of a request's adapter; None without one. Reads the state of files, but no file."""
         if adapter is None:
             return None
-        name = adapter.lora_name
+        path = os.path.expanduser(adapter.lora_path)
         try:
-            found = model_fingerprint(adapter.lora_path)
+            files = folder_state(path).entries
+        except HiCacheError:
+            files = {}
+        # vLLM loads an adapter again under another number, or in place.
+        loaded = (adapter.lora_name, path, adapter.lora_int_id, adapter.load_inplace)
+        known = self._adapters.get(loaded)
+        if known is None:
+            if len(self._adapters) >= _ADAPTERS_MAX:
+                del self._adapters[next(iter(self._adapters))]
+            known = self._adapters[loaded] = _Adapter(adapter.lora_name, path, files)
+            self._pool.submit(known)
+        elif known.files not in (files, None):
+            known.files = None
+            logger.warning(
+                "adapter %r: its files have changed, so its pages are not reused; restart the engine", known.name
+            )
+        if known.files is None:
+            known.key = Future()
+            _set_unique_key(known)
+        return known.key
+
+    def _identify(self, adapter: _Adapter, beat: Beat) -> None:
+        try:
+            adapter.key.set_result(f"{adapter.name} {loaded_fingerprint(adapter.path, self._since_ns)}")
         except HiCacheError as error:
-            self._log.warn(
-                name, "adapter %r: its pages are not shared with other engines; serve it from a local folder: %s",
-                name, error,
+            logger.warning(
+                "adapter %r: its pages are not shared with other engines; serve it from a local folder: %s",
+                adapter.name, error,
             )  # fmt: skip
-            found = self._process
-        if self._first.setdefault((name, adapter.lora_path), found) != found:
-            self._log.warn(
-                f"changed {name}",
-                "adapter %r: its files have changed, so its pages are not reused; restart the engine", name,
-            )  # fmt: skip
-            found = uuid.uuid4().hex
-        return f"{name} {found}"
+            _set_unique_key(adapter)
+
+
+def _set_unique_key(adapter: _Adapter) -> None:
+    adapter.key.set_result(f"{adapter.name} {uuid.uuid4().hex}")
 
 
 def identity_of(vllm: VllmConfig) -> str:

@@ -22,7 +22,9 @@ from __future__ import annotations
 
 import logging
 import threading
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,6 +47,8 @@ _IDLE_S = 0.02
 # The pause of a step that computes nothing because its requests wait for storage: vLLM repeats it at once, and a busy
 # loop would take the interpreter's lock from the reading threads.
 _REST_S = 0.0005
+# How long a request waits for the identity of its adapter; then it shares no pages. Reading 1 GB takes about a second.
+_IDENTIFY_S = 2.0
 # A forward counts as prefill if decoding adds no more than this share to its tokens.
 _DECODE_SHARE_MAX = 0.1
 
@@ -72,11 +76,15 @@ class EngineStep(Protocol):
 
 @dataclass(slots=True, eq=False)
 class _Tracked:
-    """A request that has not ended. `start_tokens` are the tokens that vLLM had at the last match; `tried_pages` the
-    pages that were saved or could not be. A failed save is repeated once."""
+    """A request that has not ended. `adapter` will be its `extra_key` when it has begun, `start_tokens` are the tokens
+    that vLLM had at the last match; `tried_pages` the pages that were saved or could not be. A failed save is repeated
+    once."""
 
     request: EngineRequest
-    extra_key: str | None
+    adapter: Future[str] | None
+    arrived_s: float
+    begun: bool = False
+    extra_key: str | None = None
     start_tokens: int = 0
     tried_pages: int = 0
     saves_again: bool = True
@@ -133,22 +141,22 @@ class SchedulerSide:
 
     # A request
 
-    def arrive(self, request: EngineRequest, extra_key: str | None = None) -> None:
-        """Start to read the pages of a new request from storage. `extra_key` identifies inputs outside the block
-        hashes, such as the weights of an adapter."""
+    def arrive(self, request: EngineRequest, adapter: Future[str] | None = None) -> None:
+        """Start to read the pages of a new request from storage. The result of `adapter` identifies inputs outside the
+        block hashes, such as the weights of an adapter; reading begins in the first `match` that finds it."""
         with self._called():
             if request.request_id not in self._requests:
-                tracked = self._requests[request.request_id] = _Tracked(request, extra_key)
-                if not request.skip_reading_prefix_cache:
-                    key = self._key(tracked, self._prompt_pages(request))
-                    if self.cache.prefetch(request.request_id, key, trace=request.trace_headers):
-                        self._describe(request, key, 0)
+                tracked = self._requests[request.request_id] = _Tracked(request, adapter, self._clock())
+                self._begin(tracked)
 
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """Return how many tokens after the first `computed_tokens`, which are whole blocks, can be loaded. None: call
-        it again in a later step, because storage is being read or another request is loading one of the pages."""
+        it again in a later step, because the adapter or storage is being read or another request is loading one of the
+        pages."""
         with self._called():
             rid, tracked = request.request_id, self._requests[request.request_id]
+            if not self._begin(tracked):
+                return None
             pages, start = self._prompt_pages(request), computed_tokens // self._layout.page_tokens
             wanted = not request.skip_reading_prefix_cache and start < pages
             if wanted and not self.cache.check_prefetch(rid):
@@ -299,6 +307,22 @@ class SchedulerSide:
                     self.cache.take_over()
                     self.cache.poll()
 
+    def _begin(self, tracked: _Tracked) -> bool:
+        """Start to read the pages of a request from storage, once. Return False while its adapter is not identified."""
+        if tracked.begun:
+            return True
+        request, adapter = tracked.request, tracked.adapter
+        if adapter is not None:
+            if not adapter.done() and self._clock() < tracked.arrived_s + _IDENTIFY_S:
+                return False
+            tracked.extra_key = adapter.result() if adapter.done() else uuid.uuid4().hex
+        tracked.begun = True
+        if not request.skip_reading_prefix_cache:
+            key = self._key(tracked, self._prompt_pages(request))
+            if self.cache.prefetch(request.request_id, key, trace=request.trace_headers):
+                self._describe(request, key, 0)
+        return True
+
     def _prompt_pages(self, request: EngineRequest) -> int:
         """Return how many pages may be loaded: the last token must be computed for its logits."""
         hashed = len(request.block_hashes) // self._layout.blocks_per_page
@@ -322,7 +346,7 @@ class SchedulerSide:
         """Order the save of those pages of the first `tokens` tokens that are missing on L2."""
         request = tracked.request
         pages = min(tokens // self._layout.page_tokens, len(request.block_hashes) // self._layout.blocks_per_page)
-        if pages <= tracked.tried_pages:
+        if pages <= tracked.tried_pages or not tracked.begun:
             return
         blocks = block_ids(request.request_id)
         if blocks is None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...errors import ConfigError, MissingPackage, install_hint
-from ...fingerprint import model_fingerprint
+from ...fingerprint import loaded_fingerprint
 from ...geometry import KVGeometry
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class LlamaConfig:
 class Checkpoint:
     """A loaded checkpoint. `tensors` are on the CPU in the stored dtype.
 
-    `fingerprint` is that of the folder (`hicache.model_fingerprint`). It is the `model` of the cache's namespace, so
+    `fingerprint` is that of the folder (`loaded_fingerprint`). It is the `model` of the cache's namespace, so
     engines with different weights never share a page. `label` is its label, the folder.
     """
 
@@ -118,6 +119,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     shape than the configuration says.
     """
     safetensors = _require("safetensors")
+    began_ns = time.time_ns()
     config_path = folder / CONFIG_FILE
     config = parse_config(_read_json(config_path), config_path)
     files = _weight_files(folder)
@@ -132,7 +134,7 @@ def load_checkpoint(folder: Path) -> Checkpoint:
         except (OSError, safetensors.SafetensorError) as error:
             raise ConfigError(f"{path}: cannot be read as safetensors: {error}") from error
     _check_tensors(folder, tensors, wanted)
-    return Checkpoint(config, tensors, model_fingerprint(folder), str(folder.resolve()))
+    return Checkpoint(config, tensors, loaded_fingerprint(folder, began_ns), str(folder.resolve()))
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:
