@@ -123,16 +123,18 @@ class HostCache(TieredCache):
 
     # Storage
 
-    def prefetch(self, rid: str, key: RadixKey, *, trace: Mapping[str, str] | None = None) -> bool:
+    def prefetch(
+        self, rid: str, key: RadixKey, *, device_pages: int = 0, trace: Mapping[str, str] | None = None
+    ) -> bool:
         """Start reading from storage the part of `key` that is not on L2, now or in turn. Return False if that does not
-        pay or is not possible. `trace` has the request's W3C headers, `traceparent` and `tracestate`, for its spans.
-
-        Look up the request after False, or once `check_prefetch` is True.
+        pay or is not possible. Look up the request then, or once `check_prefetch` is True.
+        The first `device_pages` pages, which the device has, are read only if later ones pay for both: L2 keeps whole
+        prefixes. `trace` has the request's W3C headers, `traceparent` and `tracestate`, for its spans.
         """
         context = self._note_trace(instance("rid", rid, str), trace)
         self.tree.require_fitting(key)
         self.caller.called()
-        return not self.closed and self._prefetcher.start(rid, key, context)
+        return not self.closed and self._prefetcher.start(rid, key, context, whole("device_pages", device_pages))
 
     def describe_blocks(self, key: RadixKey, start_page: int, blocks_of: Callable[[int], PageBlocks]) -> None:
         """Describe the pages of `key` from `start_page` on by the engine's blocks, for KV events that routers can read.
@@ -146,11 +148,11 @@ class HostCache(TieredCache):
         if self._events is not None:
             self._events.describe_blocks(key, start_page, blocks_of)
 
-    def check_prefetch(self, rid: str) -> bool:
-        """Return True once the prefetch of a request has ended or its time is over, and while storage is paused. The
-        pages that have arrived by then are on L2."""
+    def check_prefetch(self, rid: str, device_pages: int = 0) -> bool:
+        """Return True once the prefetch of a request has ended or its time is over, while storage is paused, and if the
+        device has its pages by now. The pages that have arrived by then are on L2."""
         self.caller.called()
-        return self._prefetcher.ready(rid)
+        return self._prefetcher.ready(rid, whole("device_pages", device_pages))
 
     def abort(self, rid: str) -> None:
         """Forget a request that has ended or will not run. REQUIRES: called once for each request that was looked up.
@@ -166,18 +168,18 @@ class HostCache(TieredCache):
 
     # Loads
 
-    def lookup(self, rid: str, key: RadixKey, start_page: int = 0) -> HostMatch:
+    def lookup(self, rid: str, key: RadixKey, start_page: int = 0, *, own_copy: bool = False) -> HostMatch:
         """Return how many pages of `key` from `start_page` on are on L2; zero if loading them does not pay.
 
         Marks them as used, and stops the prefetch of the request. Whether a length pays is decided once until the
         request begins to load, even if it is looked up again; it is not decided while another request is loading one of
-        the pages. After a failed load, the result is zero until `abort`.
+        the pages; with `own_copy`, that does not matter. After a failed load, the result is zero until `abort`.
         """
         start_page = whole("start_page", start_page)
         match = self._match(rid, key)
         request = self._request(rid, key, match, start_page)
         pages = 0 if request.failed else max(0, match.pages - start_page)
-        loading = self._is_loading(rid, match.node, pages)
+        loading = not own_copy and self._is_loading(rid, match.node, pages)
         if pages == 0 or not (loading or self._pays(request, pages)):
             self._prefetcher.take_arrived(rid)  # the pages that arrived for it need not be held
             return HostMatch(0, loading=False)

@@ -86,9 +86,10 @@ def judge(fetch: Fetch, verdict: Verdict, *, has_ranks: bool) -> None:
 def shares_verdict(follower: Prefetch, leader: Prefetch) -> bool:
     """Return True if a lookup for `follower` would have the result of the fruitless fetch of `leader`: both keys
     contain the first page that storage lacks, or are equal to the end. Otherwise record where the prompts diverge.
+    A verdict on the pages behind those on the device is not shared with a request that has fewer there.
     """
     fetch = leader.current
-    if fetch.verdict is None:
+    if fetch.verdict is None or follower.device_pages < leader.device_pages:
         return False
     page_size, end_page = fetch.tree.page_size, fetch.verdict.page + 1
     common_pages = _common_pages(leader, follower.key, end_page)

@@ -87,9 +87,10 @@ class Prefetcher:
 
     # Requests
 
-    def start(self, rid: str, key: RadixKey, context: tracing.Context | None = None) -> bool:
+    def start(self, rid: str, key: RadixKey, context: tracing.Context | None = None, device_pages: int = 0) -> bool:
         """Look up the pages of `key` that neither L1 nor L2 holds; queue the lookup if others are first. Return False
-        if that does not pay or is not possible. `context` is the parent of its span.
+        if that does not pay or is not possible. `context` is the parent of its span. The first `device_pages` pages,
+        which an engine has in a device cache of its own, are read only to reach later ones: L2 keeps whole prefixes.
         """
         prefetch = self._table.get(rid)
         if not self._gate.attached or (prefetch is not None and prefetch.state not in AT_REST):
@@ -99,7 +100,7 @@ class Prefetcher:
         tree = self._trees.current
         match = tree.match(key)
         missing_pages = key.pages(tree.page_size) - match.pages
-        if missing_pages < self._share.pages_min:
+        if missing_pages - max(0, device_pages - match.pages) < self._share.pages_min:
             return self._skip("prefetch_too_short")
         leader = self._leaders.find(key, tree, match)
         leads = leader is None and not self._table.count(State.QUEUED) and self._may_lead()
@@ -109,9 +110,9 @@ class Prefetcher:
         self._arrivals += 1
         now_s, until_s = self._controller.clock(), self._controller.time_s() + self._timeout_s(missing_pages)
         if prefetch is None:
-            self._table.add(prefetch := Prefetch(rid, key, self._arrivals, until_s, now_s))
+            self._table.add(prefetch := Prefetch(rid, key, self._arrivals, until_s, now_s, device_pages))
         else:
-            prefetch.ask_again(key, self._arrivals, until_s, now_s)
+            prefetch.ask_again(key, self._arrivals, until_s, now_s, device_pages)
         prefetch.begin_span(missing_pages, context)
         if leads:
             self._lead(prefetch, match)
@@ -126,11 +127,12 @@ class Prefetcher:
         tokens = missing_pages * self._trees.current.page_size
         return self._config.timeout_base + self._config.timeout_per_1024_tokens / 1024 * tokens
 
-    def ready(self, rid: str) -> bool:
-        """Return True if the request need not wait. It can become False again when storage works again."""
+    def ready(self, rid: str, device_pages: int = 0) -> bool:
+        """Return True if the request, which has `device_pages` by now, need not wait. It can become False again."""
         prefetch = self._table.get(instance("rid", rid, str))
         if prefetch is None:
             return True
+        prefetch.device_pages = device_pages
         if self._config.policy != "best_effort" and self._is_awaited(prefetch):
             return False
         self._note_wait(prefetch)
@@ -144,6 +146,8 @@ class Prefetcher:
 
     def _is_awaited(self, prefetch: Prefetch) -> bool:
         """Return True if the request waits for pages that are, or can be, in flight."""
+        if prefetch.end_page(self._trees.current.page_size) - prefetch.device_pages < self._share.pages_min:
+            return False
         if prefetch.state in IN_FLIGHT:
             return prefetch.current.awaited
         if prefetch.state in NOT_AWAITED:
@@ -320,7 +324,7 @@ class Prefetcher:
         """Prefetch the pages that a waiting request still lacks: none, pages in flight for another request, or more."""
         tree = self._trees.current
         match = tree.match(prefetch.key)
-        if prefetch.key.pages(tree.page_size) - match.pages < self._share.pages_min:
+        if prefetch.key.pages(tree.page_size) - max(match.pages, prefetch.device_pages) < self._share.pages_min:
             self._rest(prefetch)
             return
         leader = self._leaders.find(prefetch.key, tree, match, prefetch.divergence_end_page)
@@ -357,17 +361,18 @@ class Prefetcher:
     def _reason_against(self, prefetch: Prefetch, found: Lookup) -> str | None:
         """Return the reason not to read the found pages; None if they are read as soon as there is room."""
         fetch, pages = prefetch.current, min(found.pages, self._share.pages_max)
+        pages_min = self._share.pages_min + (device_pages := prefetch.device_pages_from(found.start_page))
         if prefetch.state is State.CANCELLED:
             return "prefetch_too_late"
         if found.failed:
             return "prefetch_failed"
         if found.expired and fetch.awaited:
             return "prefetch_timeout"
-        if found.pages < self._share.pages_min:
+        if found.pages < pages_min:
             return "prefetch_hit_too_short"
-        if pages < self._share.pages_min:
+        if pages < pages_min:
             return "prefetch_host_share"
-        pays = self._break_even.decide(Route.PREFETCH, pages * fetch.tree.page_size, pages).go
+        pays = self._break_even.decide(Route.PREFETCH, (pages - device_pages) * fetch.tree.page_size, pages).go
         return None if pays else "prefetch_does_not_pay"
 
     def _read_or_drop(self, prefetch: Prefetch) -> None:
@@ -387,17 +392,18 @@ class Prefetcher:
             fetch.hold(fetch.tree.match(prefetch.key))
         skip_pages = fetch.start_page - fetch.asked_page
         rest_pages = found.pages - skip_pages
+        pages_min = share.pages_min + prefetch.device_pages_from(fetch.start_page)
         if skip_pages < 0 and prefetch.may_look_up:
             self._close(prefetch)  # its prefix was evicted, so it is also looked up in storage
             prefetch.fetch = None
             self._try(prefetch)
         elif skip_pages < 0:
             self._drop(prefetch, found, "prefetch_no_host_room")
-        elif rest_pages < share.pages_min:
+        elif rest_pages < pages_min:
             self._end(prefetch)  # other requests have fetched the rest
-        elif (pages := min(rest_pages, share.free_pages)) < share.pages_min:
+        elif (pages := min(rest_pages, share.free_pages)) < pages_min:
             self._drop(prefetch, found, "prefetch_host_share")
-        elif (host_pages := share.reserve(pages, all_of_them=may_wait, again=has_waited)) is not None:
+        elif (host_pages := share.reserve(pages, pages_min, all_of_them=may_wait, again=has_waited)) is not None:
             fetch.wanted_pages = rest_pages
             self._read(prefetch, found, host_pages, has_waited=has_waited)
         elif may_wait or not self._controller.idle:  # operations in flight also hold room on L2

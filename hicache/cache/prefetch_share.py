@@ -50,15 +50,15 @@ class PrefetchShare:
         own = self._arrived.get(prefetch)
         return self._controller.read_pages + self.arrived_pages > (0 if own is None else own.pages)
 
-    def reserve(self, pages: int, *, all_of_them: bool, again: bool) -> PageIds | None:
-        """Reserve `pages` pages of L2; without `all_of_them`, as many as fit. Return None if these are too few.
+    def reserve(self, pages: int, pages_min: int, *, all_of_them: bool, again: bool) -> PageIds | None:
+        """Reserve `pages` pages of L2; without `all_of_them`, as many as fit. Return None if less than `pages_min` fit.
 
         `again`: dropping stores to make room has already been tried, so it is not repeated.
         """
         if all_of_them:
             return None if again and self._host.room < pages else self._host.reserve(pages)
         host_pages = self._host.reserve(pages)
-        if host_pages is None and self._host.room >= self.pages_min:
+        if host_pages is None and self._host.room >= pages_min:
             host_pages = self._host.reserve(self._host.room)
         return host_pages
 

@@ -151,6 +151,7 @@ class Prefetch:
     Its prompt diverges before `divergence_end_page` from each fruitless leader that it has followed. The pages before
     `reached_page` have arrived at some time; `lookups` counts since then. `asked_s` is the start of its wait, None once
     the wait is recorded. `released_pages` have arrived and are not held any more; `promoted_pages` were loaded to L1.
+    An engine with a device cache of its own has the first `device_pages` there.
 
     `span` lasts from `begin_span` until the prefetch is at rest or CANCELLED; `arrived_pages` and `outcome`, the last
     reason why pages were not read, are for it.
@@ -161,6 +162,7 @@ class Prefetch:
     arrival: int
     until_s: float
     asked_s: float | None
+    device_pages: int = 0
     state: State = State.NEW
     fetch: Fetch | None = field(default=None, repr=False)
     leader: Prefetch | None = field(default=None, repr=False)  # while FOLLOWING
@@ -178,15 +180,26 @@ class Prefetch:
         """Begin the span of a request that asks for `missing_pages`, below `context`."""
         self.span, self.arrived_pages, self.outcome = tracing.begin("prefetch", context, pages=missing_pages), 0, ""
 
-    def ask_again(self, key: RadixKey, arrival: int, until_s: float, asked_s: float) -> None:
+    def ask_again(self, key: RadixKey, arrival: int, until_s: float, asked_s: float, device_pages: int) -> None:
         """Start a prefetch at rest again for `key`, usually a longer prompt. Pages that have arrived stay its own."""
         self.key, self.arrival, self.until_s, self.asked_s = key, arrival, until_s, asked_s
+        self.device_pages = device_pages
         self.divergence_end_page = self.lookups = self.reached_page = 0
 
     def note_arrival(self, end_page: int) -> None:
         """Record that a part up to `end_page` has arrived."""
         if end_page > self.reached_page:
             self.reached_page, self.lookups = end_page, 0
+
+    def end_page(self, page_size: int) -> int:
+        """Return the end of the pages that it may bring."""
+        if self.state is State.READING and isinstance(self.current.operation, Read):
+            return self.current.start_page + len(self.current.operation.host_pages)
+        return self.key.pages(page_size)
+
+    def device_pages_from(self, start_page: int) -> int:
+        """Return how many pages after the first `start_page` the engine has: reading them pays only for later ones."""
+        return max(0, self.device_pages - start_page)
 
     @property
     def may_look_up(self) -> bool:

@@ -22,6 +22,7 @@ from hicache.metrics.families import cache_collector
 from hicache.tiers import HostPool
 from tests.cache.host_world import GEOMETRY, NAMESPACE, HostWorld, every_hit, memory_backend, prompt
 from tests.cache.test_factory import file_storage
+from tests.cache.world import GatedBackend, filled
 
 KEY = prompt(1, 2, 3, 4, tail=0)
 NOTHING = HostMatch(0, loading=False)
@@ -137,6 +138,74 @@ def test_a_write_without_room_changes_nothing() -> None:
     world.compare(KEY, load)
     world.cache.end_load(load, 0.1)
     world.write("c", prompt(5, 6, 7, tail=0))
+
+
+# Storage behind the device
+
+
+LONG = prompt(*range(1, 9), tail=0)
+
+
+def test_pages_that_the_device_has_are_not_read_from_storage() -> None:
+    backend = filled(GatedBackend(), KEY)
+    world = HostWorld(backend=backend)
+    assert not world.cache.prefetch("a", KEY, device_pages=4) and not backend.lookups
+    assert world.cache.prefetch("b", LONG, device_pages=4)  # storage has no more than these
+    world.until(lambda: world.cache.check_prefetch("b", 4))
+    assert (backend.lookups, backend.pages_read) == (1, 0) and world.skipped["prefetch_hit_too_short"] == 1
+
+
+def test_storage_behind_the_device_is_read_with_the_pages_before_it() -> None:
+    backend = filled(GatedBackend(), LONG)
+    world = HostWorld(backend=backend)
+    assert world.cache.prefetch("a", LONG, device_pages=6)
+    world.until(lambda: world.cache.check_prefetch("a", 6))
+    assert backend.pages_read == 8 and world.cache.lookup("a", LONG, 6) == HostMatch(2, loading=False)
+    world.cache.abort("a")
+
+
+def test_pages_on_the_device_are_only_read_if_those_behind_them_pay_for_both() -> None:
+    """Storage reads two pages in the time in which one is computed."""
+    speeds = BreakEvenConfig(prefill_tokens_per_second=1000, host_bandwidth=1 << 40,
+                             storage_bandwidth=GEOMETRY.payload_bytes * 2000 // GEOMETRY.page_size)  # fmt: skip
+    for device_pages, reads in ((3, 8), (5, 0)):
+        backend = filled(GatedBackend(), LONG)
+        config = every_hit(break_even=speeds)
+        world = HostWorld(backend=backend, config=config, break_even=BreakEven(speeds, GEOMETRY.payload_bytes))
+        assert world.cache.prefetch("a", LONG, device_pages=device_pages)
+        world.until(lambda: world.cache.check_prefetch("a", device_pages))  # noqa: B023
+        assert backend.pages_read == reads
+        world.cache.abort("a")
+
+
+def test_a_read_that_has_no_room_for_pages_behind_the_device_is_not_made() -> None:
+    backend = filled(GatedBackend(), LONG)
+    world = HostWorld(backend=backend, host_pages=8)
+    limit = int(world.cache.config.prefetch.host_share * 8)
+    assert world.cache.prefetch("a", LONG, device_pages=limit)
+    world.until(lambda: world.cache.check_prefetch("a", limit))
+    assert not backend.pages_read and world.skipped["prefetch_host_share"] == 1
+
+
+def test_a_request_does_not_wait_for_pages_that_the_device_has_got_since() -> None:
+    backend = filled(GatedBackend(), KEY)
+    backend.reads.clear()
+    world = HostWorld(backend=backend)
+    assert world.cache.prefetch("a", LONG)
+    world.until(backend.entered.is_set)
+    assert not world.cache.check_prefetch("a", 3) and world.cache.check_prefetch("a", 4)
+    assert world.cache.lookup("a", LONG, 4) == NOTHING
+    backend.reads.set()
+
+
+def test_a_follower_with_fewer_pages_on_the_device_looks_up_storage_by_itself() -> None:
+    backend = filled(GatedBackend(), KEY)
+    world = HostWorld(backend=backend)
+    assert world.cache.prefetch("a", LONG, device_pages=4) and world.cache.prefetch("b", LONG, device_pages=4)
+    assert world.cache.prefetch("c", LONG)
+    world.until(lambda: all(world.cache.check_prefetch(rid, pages) for rid, pages in (("a", 4), ("b", 4), ("c", 0))))
+    assert backend.lookups == 2 and world.cache.lookup("c", LONG) == HostMatch(4, loading=False)
+    world.cache.abort("c")
 
 
 # Loads

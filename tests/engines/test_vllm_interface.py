@@ -94,6 +94,7 @@ READ = {
     "vllm.distributed.kv_events:BlockStored": "block_hashes parent_block_hash token_ids block_size lora_id medium "
     "lora_name extra_keys group_idx kv_cache_spec_kind kv_cache_spec_sliding_window",
     "vllm.lora.request:LoRARequest": "lora_name lora_path name adapter_id",
+    "vllm.v1.core.block_pool:BlockPool": "get_cached_block",
     "vllm.v1.core.kv_cache_manager:KVCacheBlocks": "get_block_ids",
     "vllm.v1.core.sched.output:CachedRequestData": "resumed_req_ids",
     "vllm.v1.core.sched.output:KVConnectorBlockState": "get_block_ids",

@@ -141,9 +141,44 @@ def test_a_request_whose_adapter_is_not_identified_in_time_shares_no_pages(tmp_p
 # Loads
 
 
-@pytest.mark.parametrize("caching", [True, False])
-def test_equal_prompts_wait_for_the_load_of_the_first(tmp_path: Path, caching: bool) -> None:
-    with engine_on(tmp_path, NAME, caching=caching) as engine:
+def test_pages_on_the_device_are_not_read_from_storage_when_host_memory_is_too_small_for_them(tmp_path: Path) -> None:
+    """The first turn of a conversation is on the device and in storage, and not on L2."""
+    history = list(range(60))
+    with engine_on(tmp_path, NAME) as engine:
+        engine.serve(history)
+    with engine_on(tmp_path, NAME, pages=30) as engine:
+        assert engine.serve(history).matched == 56
+        engine.serve(list(range(100, 221)))  # takes L2
+        before = engine.cache.statistics()
+        request = engine.add(engine.request([*history, *range(200, 220)]))
+        # The request is in vLLM's queue, and the thread of the idle engine polls.
+        wait_for(lambda: engine.cache.statistics().lookups != before.lookups)
+        wait_for(lambda: engine.cache.statistics().controller.queues.prefetch == 0)
+        engine.run(request)
+        assert (request.matched, engine.cache.statistics().controller.prefetched_pages) == (0, 14)
+        engine.serve(list(range(300, 421)))
+        engine.forget_device()
+        engine.serve([*history, *range(500, 520)])
+        assert engine.cache.statistics().controller.prefetched_pages > 14
+
+
+def test_equal_prompts_load_their_own_copies_at_once_if_vllm_does_not_share_blocks(tmp_path: Path) -> None:
+    with engine_on(tmp_path, NAME, caching=False) as engine:
+        engine.serve(PROMPT)
+        engine.hold("load")
+        each = [engine.request(PROMPT) for _ in range(3)]
+        for request in each:
+            engine.add(request)
+        for _ in range(2):
+            engine.step()
+        assert [request.status for request in each] == ["loading"] * 3
+        engine.release("load")
+        engine.run(*each)
+        assert [request.matched for request in each] == [20] * 3
+
+
+def test_equal_prompts_wait_for_the_load_of_the_first(tmp_path: Path) -> None:
+    with engine_on(tmp_path, NAME) as engine:
         engine.serve(PROMPT)
         engine.forget_device()
         engine.hold("load")
@@ -155,7 +190,7 @@ def test_equal_prompts_wait_for_the_load_of_the_first(tmp_path: Path, caching: b
         assert [one.status for one in both] == ["loading", "waiting"]
         engine.release("load")
         engine.run(*both)
-        assert [one.matched for one in both] == [20, 0 if caching else 20]
+        assert [one.matched for one in both] == [20, 0]
 
 
 def test_a_request_aborted_during_its_load_keeps_its_blocks_until_the_load_ends(engine: Engine) -> None:

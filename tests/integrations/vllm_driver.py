@@ -61,7 +61,10 @@ class Engine:
         self.cache.record_events(stream)
         self.events, self.router = stream.subscribe(), BlockRouter()
         self.described: dict[bytes, PageBlocks] = {}  # by page key
-        self.scheduler = kinds[0](self.cache, self.layout, layerwise=form.layerwise, blocks_of=self.blocks_of)
+        self.scheduler = kinds[0](
+            self.cache, self.layout, layerwise=form.layerwise, shares_blocks=form.caching, blocks_of=self.blocks_of
+        )
+        self.scheduler.on_device = lambda block: block in self.blocks.by_hash
         memory = [[[torch.zeros(form.blocks, BLOCK * SLOT, dtype=torch.uint8) for _ in range(REGIONS)]
                    for _ in range(LAYERS)] for _ in range(form.ranks)]  # fmt: skip
         self.workers = [kinds[1](self.pool, self.layout, rank, memory[rank]) for rank in range(form.ranks)]

@@ -125,6 +125,10 @@ class PageConnector(KVConnectorBase_V1, SupportsHMA):
 
     # The scheduler
 
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._scheduler is not None:
+            self._scheduler.decisions.on_device = lambda block: gpu_block_pool.get_cached_block(block, [0]) is not None
+
     def on_new_request(self, request: Any) -> None:
         self._decisions.arrive(request, self._adapters.of(request.lora_request))
 
@@ -230,7 +234,10 @@ class _Scheduler:
             cache.record_events(stream)
             self.events = BlockEvents(stream.subscribe())
         blocks_of = describer(section, engine.layout, spec, in_vllm=self.events is not None)
-        self.decisions = SchedulerSide(cache, engine.layout, layerwise=engine.layerwise, blocks_of=blocks_of)
+        self.decisions = SchedulerSide(
+            cache, engine.layout, layerwise=engine.layerwise, blocks_of=blocks_of,
+            shares_blocks=engine.vllm.cache_config.enable_prefix_caching,
+        )  # fmt: skip
         self._metrics = serve_metrics(engine.config, cache.statistics)
         self._admin = serve_admin(engine.config, cache, namespace)
 

@@ -23,6 +23,7 @@ from __future__ import annotations
 import logging
 import threading
 import uuid
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -113,18 +114,22 @@ class Copied:
 
 class SchedulerSide:
     """See the module's docstring. `layerwise`: the forward waits for loads layer by layer, instead of vLLM scheduling
-    the request after they have ended. `blocks_of` returns the blocks of a page of a request, for events that routers
-    read; None for events without them. Owns the cache: `close` closes it.
+    the request after they have ended. `shares_blocks`: vLLM's prefix cache is on. Otherwise each request loads its own
+    copy of a page. `blocks_of` returns the blocks of a page of a request, for events that routers read; None for events
+    without them. `on_device` is True for the hash of a block that vLLM's prefix cache has. Owns the cache: `close`
+    closes it.
     """
 
     def __init__(
-        self, cache: HostCache, layout: BlockLayout, *, layerwise: bool = False,
+        self, cache: HostCache, layout: BlockLayout, *, layerwise: bool = False, shares_blocks: bool = True,
         blocks_of: Callable[[Any, int], PageBlocks] | None = None,
     ) -> None:  # fmt: skip
         self.cache = cache
+        self.on_device: Callable[[bytes], bool] = lambda _: False
         self._clock = cache.controller.clock
         self._layout = layout
         self._layerwise = layerwise
+        self._shares_blocks = shares_blocks
         self._blocks_of = blocks_of
         self._lock = threading.RLock()
         self._requests: dict[str, _Tracked] = {}
@@ -159,11 +164,11 @@ class SchedulerSide:
                 return None
             pages, start = self._prompt_pages(request), computed_tokens // self._layout.page_tokens
             wanted = not request.skip_reading_prefix_cache and start < pages
-            if wanted and not self.cache.check_prefetch(rid):
+            if wanted and not self.cache.check_prefetch(rid, start):
                 return None
             key = self._key(tracked, pages)
             # Also without wanted pages: the cache counts the request, and records the weights of its pages.
-            found = self.cache.lookup(rid, key, start)
+            found = self.cache.lookup(rid, key, start, own_copy=not self._shares_blocks)
             if found.loading and wanted:
                 return None
             tracked.start_tokens = computed_tokens
@@ -318,8 +323,11 @@ class SchedulerSide:
             tracked.extra_key = adapter.result() if adapter.done() else uuid.uuid4().hex
         tracked.begun = True
         if not request.skip_reading_prefix_cache:
-            key = self._key(tracked, self._prompt_pages(request))
-            if self.cache.prefetch(request.request_id, key, trace=request.trace_headers):
+            pages = self._prompt_pages(request)
+            key = self._key(tracked, pages)
+            # vLLM evicts the end of a prompt first, so the pages on the device are the first ones.
+            there = bisect_left(self._last_blocks(request, pages), True, key=lambda block: not self.on_device(block))
+            if self.cache.prefetch(request.request_id, key, device_pages=there, trace=request.trace_headers):
                 self._describe(request, key, 0)
         return True
 
@@ -331,9 +339,11 @@ class SchedulerSide:
     def _key(self, tracked: _Tracked, pages: int) -> RadixKey:
         """Return the key of the first `pages` pages: the hash of a page is that of its last block, which covers all
         blocks before it."""
+        return RadixKey.of_hashes(self._last_blocks(tracked.request, pages), extra_key=tracked.extra_key)
+
+    def _last_blocks(self, request: EngineRequest, pages: int) -> Sequence[bytes]:
         per_page = self._layout.blocks_per_page
-        last = tracked.request.block_hashes[per_page - 1 : pages * per_page : per_page]
-        return RadixKey.of_hashes(last, extra_key=tracked.extra_key)
+        return request.block_hashes[per_page - 1 : pages * per_page : per_page]
 
     def _describe(self, request: EngineRequest, key: RadixKey, start_page: int) -> None:
         """Describe the pages of `key` from `start_page` on, which may enter the tree, by the blocks of `request`."""
