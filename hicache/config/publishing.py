@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
@@ -84,6 +84,12 @@ class EventsConfig(Section):
         default=False,
         description="Publish `cache_salt` and `session_id` in clear text, as vLLM and SGLang do. With a tenant's salt, "
         "others can find out which prompts the tenant has cached.",
+    )
+    media: Literal["vllm", "sglang"] = Field(
+        default="vllm",
+        description="Names of host memory and storage in events. `vllm`: `CPU` and `STORAGE`, for NVIDIA Dynamo and "
+        "llm-d. `sglang`: `CPU_PINNED` and `EXTERNAL`, for SGLang's router, which takes an eviction from a medium that "
+        "it does not know as one from all (docs/routing.md).",
     )
     data_parallel_rank: Annotated[int, Field(ge=0, le=65535)] | None = Field(
         default=None,

@@ -91,7 +91,7 @@ class EventPublisher:
         self._config = config
         self._clock = clock
         self._topic = config.topic.encode()
-        self._form = WireForm(config.token_ids, config.tenants, config.data_parallel_rank)
+        self._form = WireForm(config.token_ids, config.tenants, config.data_parallel_rank, config.media)
         self._ledger = BlockLedger() if given_keys else None
         self._kept: deque[bytes] = deque()  # the payloads of the newest batches, the last with number `_sequence` - 1
         self._kept_bytes = 0

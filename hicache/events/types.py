@@ -27,6 +27,13 @@ class Medium(enum.Enum):
     STORAGE = "storage"
 
 
+# The media's names on the wire, by `events.media`: those of vLLM, which Dynamo and llm-d know, and those of SGLang.
+MEDIUM_NAMES = {
+    "vllm": {Medium.DEVICE: "GPU", Medium.HOST: "CPU", Medium.STORAGE: "STORAGE"},
+    "sglang": {Medium.DEVICE: "GPU", Medium.HOST: "CPU_PINNED", Medium.STORAGE: "EXTERNAL"},
+}
+
+
 class Origin(NamedTuple):
     """The owner of pages, as named by the engine: the LoRA adapter, the tenant's salt, and the session whose turn
     stored the pages (other sessions may share them). Its repr hides the salt and the session."""

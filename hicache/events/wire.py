@@ -17,11 +17,9 @@ import numpy as np
 from ..errors import InvalidInput
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, split_keys
 from .blocks import GROUP, BlockEvent, BlocksRemoved, BlocksStored
-from .types import Cleared, Event, Medium, Origin, Removed, Stored
+from .types import MEDIUM_NAMES, Cleared, Event, Medium, Origin, Removed, Stored
 
-# The media's names on the wire.
-_NAMES = {Medium.DEVICE: "GPU", Medium.HOST: "CPU", Medium.STORAGE: "STORAGE"}
-_MEDIA = {name: medium for medium, name in _NAMES.items()}
+_MEDIA = {name: medium for names in MEDIUM_NAMES.values() for medium, name in names.items()}
 _HASHES_PER_KEY = PAGE_KEY_BYTES // 8
 
 
@@ -29,12 +27,13 @@ _HASHES_PER_KEY = PAGE_KEY_BYTES // 8
 class WireForm:
     """The optional content of events: `token_ids` adds tokens and seeds, `tenants` adds salts and sessions.
 
-    `data_parallel_rank` is the engine's rank, or None.
+    `data_parallel_rank` is the engine's rank, or None. `media` is a key of `MEDIUM_NAMES`.
     """
 
     token_ids: bool = True
     tenants: bool = False
     data_parallel_rank: int | None = None
+    media: str = "vllm"
 
 
 class _Own(msgspec.Struct, array_like=True):
@@ -98,7 +97,7 @@ def encode_batch(events: Iterable[Event | BlockEvent], timestamp_s: float, form:
 def _to_wire(event: Event | BlockEvent, form: WireForm) -> msgspec.Struct:
     if isinstance(event, Cleared):
         return _AllBlocksCleared()
-    joined, medium = b"".join(event.keys), _NAMES[event.medium]
+    joined, medium = b"".join(event.keys), MEDIUM_NAMES[form.media][event.medium]
     if isinstance(event, BlocksStored):
         return _blocks_to_wire(event, joined, medium, form)
     if isinstance(event, BlocksRemoved):

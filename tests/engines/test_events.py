@@ -23,6 +23,7 @@ from hicache.config.addresses import ranked_endpoint
 from hicache.events import BlockLabels, Cleared, Event, EventStream, Medium, Origin, PageBlocks, Removed, Stored
 from hicache.events.blocks import BlockLedger
 from hicache.events.publisher import EventPublisher
+from hicache.events.types import MEDIUM_NAMES
 from hicache.events.wire import WireForm, encode_batch
 from hicache.keys import RadixKey, page_keys, token_bytes
 from tests.waiting import wait_for
@@ -204,6 +205,12 @@ def test_sglang_writes_the_same_fields_in_another_order_without_an_unknown_name(
         ],
     )  # fmt: skip
     assert written(theirs) == written((1.0, [first, named, removed, cleared], 0))
+
+
+def test_media_have_the_names_of_sglang() -> None:
+    names = MEDIUM_NAMES["sglang"]
+    assert names[Medium.DEVICE] == sglang.StorageMedium.GPU and names[Medium.HOST] == sglang.StorageMedium.CPU
+    assert names[Medium.STORAGE] == sglang.StorageMedium.EXTERNAL
 
 
 @pytest.mark.parametrize("engine", ENGINES, ids=["vllm", "sglang"])

@@ -64,13 +64,13 @@ def of_device(request: Request) -> BlockStored:
     return event
 
 
-def taken(request: Request, *more: Removed | Cleared, salts: bool = True) -> list[Any]:
+def taken(request: Request, *more: Removed | Cleared, salts: bool = True, media: str = "vllm") -> list[Any]:
     """Return the connector's events of all pages of a request on the host."""
     describe = BlockDescriber(LAYOUT, SPEC, salts=salts)
     keys = RadixKey.of_hashes(request.block_hashes[PER_PAGE - 1 :: PER_PAGE]).page_keys(BLOCK * PER_PAGE, b"", 0, PAGES)
     blocks = tuple(describe(request, page) for page in range(PAGES))
     stream = EventStream(1 << 20)
-    events = BlockEvents(stream.subscribe())
+    events = BlockEvents(stream.subscribe(), media)
     for event in (Stored(Medium.HOST, tuple(keys), None, b"", b"", BLOCK * PER_PAGE, blocks=blocks), *more):
         stream.put(event)
     return list(events.take())
@@ -83,6 +83,8 @@ def test_blocks_on_the_host_have_the_fields_of_the_same_blocks_on_the_device(inp
     expected = copy.copy(of_device(request))
     expected.medium = "CPU"
     assert event == expected
+    (event,) = taken(request, media="sglang")
+    assert event.medium == "CPU_PINNED"
 
 
 def test_the_salt_is_replaced_where_salts_are_not_published() -> None:

@@ -104,6 +104,15 @@ def test_a_late_subscriber_gets_missed_batches_by_a_replay_longer_than_its_queue
         assert stream.statistics().snapshots == 0
 
 
+@pytest.mark.parametrize(("media", "name"), [("vllm", b"CPU"), ("sglang", b"CPU_PINNED")])
+def test_media_are_published_under_the_configured_names(media: str, name: bytes) -> None:
+    stream = EventStream(LARGE_BYTES)
+    with published(stream, media=media) as publisher, follower_of(publisher) as follower:
+        stream.put(stored(1)._replace(medium=Medium.HOST))
+        wait_for(lambda: follower.index.pages() == {Medium.HOST: 1}, lambda: follower.poll(0.01))
+        assert any(b"\xa6medium" + bytes([0xA0 + len(name)]) + name in payload for payload in publisher._kept)
+
+
 def test_lost_messages_are_fetched_by_replay() -> None:
     stream = EventStream(LARGE_BYTES)
     with published(stream) as publisher, follower_of(publisher) as follower:

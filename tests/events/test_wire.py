@@ -39,6 +39,7 @@ OPEN = WireForm(tenants=True)
 def test_written_values_are_read_back() -> None:
     assert decode_batch(encode_batch(EVENTS, 12.5)) == EVENTS
     assert decode_batch(encode_batch(NAMED, 12.5, OPEN)) == NAMED
+    assert decode_batch(encode_batch(EVENTS, 12.5, WireForm(media="sglang"))) == EVENTS
 
 
 def as_maps(events: Iterable[Event | BlockEvent], form: WireForm = OPEN) -> list[dict[str, Any]]:
@@ -54,6 +55,40 @@ def test_a_page_hash_is_the_first_64_bits_of_its_key() -> None:
     assert (second["block_hashes"], second["parent_block_hash"]) == (numbers[1:], numbers[0])
     assert removed == {"type": "BlockRemoved", "block_hashes": numbers, "medium": "CPU"}
     assert cleared == {"type": "AllBlocksCleared"}
+
+
+class SglangRouter:
+    """The rules of SGLang's router for the media of a page (`Tiers` in its `tree.rs`): a page that is stored on an
+    unknown medium is dropped, and one that is removed from an unknown medium is removed from all."""
+
+    known = frozenset({"GPU", "CPU_PINNED", "DISK", "EXTERNAL"})
+
+    def __init__(self, media: str) -> None:
+        self.form = WireForm(media=media)
+        self.pages: dict[int, set[str]] = {}
+
+    def media_after(self, event: Event) -> set[str]:
+        """Apply an event. Return the media of the first page."""
+        (one,) = as_maps([event], self.form)
+        medium = {one["medium"]}
+        for page in one["block_hashes"]:
+            on = self.pages.get(page, set())
+            stored = one["type"] == "BlockStored"
+            self.pages[page] = on | (medium & self.known) if stored else on - (medium & self.known or self.known)
+        return self.pages[int.from_bytes(KEYS[0][:8], "big", signed=True)]
+
+
+def test_an_eviction_hides_no_other_medium_from_sglangs_router() -> None:
+    router = SglangRouter("sglang")
+    for medium in Medium:
+        router.media_after(EVENTS[0]._replace(medium=medium))  # type: ignore[union-attr]
+    assert router.media_after(Removed(Medium.HOST, KEYS)) == {"GPU", "EXTERNAL"}
+    assert router.media_after(Removed(Medium.DEVICE, KEYS)) == {"EXTERNAL"}
+    assert router.media_after(Removed(Medium.STORAGE, KEYS)) == set()
+    # vLLM's names hide what the device still has.
+    router = SglangRouter("vllm")
+    router.media_after(EVENTS[0])
+    assert router.media_after(Removed(Medium.HOST, KEYS)) == set()
 
 
 def test_token_ids_are_single_integers_also_for_bigram_keys() -> None:

@@ -17,15 +17,14 @@ from vllm.v1.core.kv_cache_utils import (
 from vllm.v1.kv_cache_interface import KVCacheSpec, get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 
 from ...config import EventsConfig
-from ...events import BlockLabels, Cleared, EventReader, Medium, PageBlocks
+from ...events import BlockLabels, Cleared, EventReader, PageBlocks
 from ...events.blocks import GROUP, BlockLedger, BlocksStored
+from ...events.types import MEDIUM_NAMES
 from ...keys import namespace_seed
 from .layout import BlockLayout
 
 # The most events of pages that vLLM gets in one step; the rest follows in the next one.
 _EVENTS_MAX = 10_000
-# The names of vLLM's own tiers in its events.
-_MEDIUMS = {Medium.HOST: "CPU", Medium.STORAGE: "STORAGE"}
 
 
 class BlockDescriber:
@@ -79,9 +78,10 @@ def describer(section: EventsConfig, layout: BlockLayout, spec: KVCacheSpec, *, 
 class BlockEvents:
     """The events of host memory and storage, for vLLM, which publishes them with those of its device."""
 
-    def __init__(self, reader: EventReader) -> None:
+    def __init__(self, reader: EventReader, media: str) -> None:
         self._reader = reader
         self._ledger = BlockLedger()
+        self._names = MEDIUM_NAMES[media]
 
     def take(self) -> Iterator[KVCacheEvent]:
         """Yield the events since the last call; take all of them. Scheduler thread."""
@@ -90,13 +90,14 @@ class BlockEvents:
             for found in self._ledger.withdraw() if isinstance(event, Cleared) else self._ledger.translate([event]):
                 if not isinstance(found, Cleared) and found.hashes:
                     hashes = [maybe_convert_block_hash(BlockHash(block)) for block in found.hashes]
+                    medium = self._names[found.medium]
                     if isinstance(found, BlocksStored):
-                        yield _stored(found, hashes)
+                        yield _stored(found, hashes, medium)
                     else:
-                        yield BlockRemoved(block_hashes=hashes, medium=_MEDIUMS[found.medium], group_idx=GROUP)
+                        yield BlockRemoved(block_hashes=hashes, medium=medium, group_idx=GROUP)
 
 
-def _stored(event: BlocksStored, hashes: list[Any]) -> BlockStored:
+def _stored(event: BlocksStored, hashes: list[Any], medium: str) -> BlockStored:
     labels = event.labels
     return BlockStored(
         block_hashes=hashes,
@@ -104,7 +105,7 @@ def _stored(event: BlocksStored, hashes: list[Any]) -> BlockStored:
         token_ids=np.frombuffer(event.tokens, "<u4").tolist(),
         block_size=event.block_tokens,
         lora_id=labels.lora_id,
-        medium=_MEDIUMS[event.medium],
+        medium=medium,
         lora_name=labels.lora_name,
         extra_keys=list(event.extra_keys),
         group_idx=GROUP,

@@ -232,7 +232,7 @@ class _Scheduler:
         if events is not None and events.enable_kv_cache_events and section.endpoint is None:
             stream = EventStream(section.buffer)
             cache.record_events(stream)
-            self.events = BlockEvents(stream.subscribe())
+            self.events = BlockEvents(stream.subscribe(), section.media)
         blocks_of = describer(section, engine.layout, spec, in_vllm=self.events is not None)
         self.decisions = SchedulerSide(
             cache, engine.layout, layerwise=engine.layerwise, blocks_of=blocks_of,
