@@ -134,6 +134,31 @@ def test_a_router_scores_what_vllm_serves_from_each_tier(llama: Path, tmp_path: 
                 assert engine.scores(each)[2] == engine.serve(each)
 
 
+def test_a_router_scores_what_vllm_serves_from_storage_for_a_model_with_windows(
+    hybrid_model: Path, tmp_path: Path
+) -> None:
+    files = {"path": str(tmp_path / "store"), "capacity": "1GiB", "free_space_floor": 0}
+    config = write_config(
+        tmp_path / "hicache.yaml", host={"size": "6MiB"}, storage={"type": "file", "options": files}
+    )
+    ends = {"endpoint": f"ipc://{tmp_path}/events", "replay_endpoint": f"ipc://{tmp_path}/replay"}
+    options = vllm_options(
+        hybrid_model, kv_transfer_config=hicache_connector(config),
+        kv_events_config={"enable_kv_cache_events": True, "publisher": "zmq", **ends},
+    )  # fmt: skip
+    environ = vllm_environ(processes=False, zeros=tmp_path / "zeros")
+    with (
+        EngineProcess("tests.engines.vllm_engine", options, folder=tmp_path, environ=environ) as vllm,
+        DynamoIndex(**ends, block_size=BLOCK_TOKENS, folder=tmp_path) as index,
+    ):
+        engine, asked = RoutedEngine(vllm, index), prompt("routed")
+        assert engine.serve(asked) == 0
+        wait_for(lambda: engine.scores(asked)[2] >= IN_PAGES)
+        engine.fill(asked, 1)
+        assert index.scores(asked) == (0, 0, IN_PAGES)
+        assert engine.serve(asked) == IN_PAGES
+
+
 class BlockEngine:
     """A HostCache that publishes the blocks of an engine without a model. The same store serves later engines."""
 

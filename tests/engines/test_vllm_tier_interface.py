@@ -23,7 +23,15 @@ from tests.waiting import wait_for
 with warnings.catch_warnings():  # from vLLM and its imports
     warnings.simplefilter("ignore")
     from vllm.v1.core import kv_cache_utils
-    from vllm.v1.kv_offload.base import LookupResult, Medium, OffloadPolicy, ReqContext, make_offload_key
+    from vllm.v1.kv_offload.base import (
+        LookupResult,
+        Medium,
+        OffloadingEvent,
+        OffloadingKVEventsConfig,
+        OffloadPolicy,
+        ReqContext,
+        make_offload_key,
+    )
     from vllm.v1.kv_offload.config import OffloadingConfig, OffloadingGroupConfig, OffloadingParallelConfig
     from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
     from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
@@ -45,14 +53,17 @@ SIGNATURES = {
     "on_schedule_end": ["self", "context"],
     "drain_jobs": ["self"],
     "shutdown": ["self"],
+    "take_events": ["self"],
 }
 # HiCacheTier implements all abstract methods; these keep vLLM's defaults.
 DEFAULTS = {
-    "has_pending_work", "take_events", "touch", "serve_external_requests", "build_metric_definitions", "get_stats",
+    "has_pending_work", "touch", "serve_external_requests", "build_metric_definitions", "get_stats",
 }
 FIELDS = {
     TransferJob: {"job_id", "keys", "chunk_ids"},
     JobResult: {"job_id", "success", "successful_keys", "transfer_time", "transfer_bytes"},
+    OffloadingEvent: {"keys", "medium", "removed", "locality", "removal_expected"},
+    OffloadingKVEventsConfig: {"enable_kv_cache_events", "self_describing_kv_events"},
     OffloadingGroupConfig: {"group_id", "tokens_per_block", "layer_names"},
     OffloadingParallelConfig: {"tp_size", "pp_size", "pcp_size", "dcp_size", "data_parallel_size"},
     OffloadingConfig: {
@@ -102,19 +113,25 @@ def spec(**changes: object) -> types.SimpleNamespace:
         parallel=parallel, kv_cache_layout="LBHNC", canonical_layout=False, replicated_layout=False,
     )  # fmt: skip
     vars(config).update(changes)
-    return types.SimpleNamespace(config=config)
+    return types.SimpleNamespace(config=config, kv_events_config=OffloadingKVEventsConfig(True, True))
 
 
 class Primary:
     """Rows of a primary tier, and a tier over them from vLLM's factory."""
 
-    def __init__(self, folder: Path, changes: dict[str, object] | None = None, **options: object) -> None:
+    def __init__(
+        self, folder: Path, changes: dict[str, object] | None = None, *, capacity: str = "1GiB",
+        events: OffloadingKVEventsConfig | None = None, **options: object,
+    ) -> None:  # fmt: skip
         config = folder / "hicache.yaml"
-        config.write_text(json.dumps({"storage": {"type": "file", "options": {"path": str(folder / "store")}}}))
+        store = {"path": str(folder / "store"), "capacity": capacity, "free_space_floor": 0}
+        config.write_text(json.dumps({"storage": {"type": "file", "options": store}}))
         self.rows = np.zeros((ROWS, ROW_BYTES), dtype=np.int8)
+        of_engine = spec(**(changes or {}))
+        of_engine.kv_events_config = events or of_engine.kv_events_config
         entry = {"type": "HiCacheTier", "module_path": "hicache.integrations.vllm_tier", "config": str(config)}
         self.tier = SecondaryTierFactory.create_secondary_tier(
-            {**entry, "model": "weights 1", **options}, memoryview(self.rows.data), spec(**(changes or {}))
+            {**entry, "model": "weights 1", **options}, memoryview(self.rows.data), of_engine
         )
         self.results: dict[int, JobResult] = {}
 
@@ -160,6 +177,51 @@ def test_chunks_are_stored_and_loaded_through_the_adapter(primary: Primary) -> N
     primary.tier.on_request_finished(request)
     primary.tier.drain_jobs()
     assert LookupResult.HIT not in primary.find(keys, ReqContext("s"))
+
+
+def test_stored_chunks_are_announced_until_they_are_gone(primary: Primary, tmp_path: Path) -> None:
+    def news() -> list[tuple[list[bytes], bool]]:
+        return [(list(event.keys), event.removed) for event in primary.tier.take_events()]
+
+    request = ReqContext("r")
+    keys = [make_offload_key(bytes([i]) * 32, 0) for i in range(4)]
+    primary.run(1, keys[:3], [1, 2, 3], request, load=False)
+    assert news() == [(keys[:3], False)]
+    primary.run(2, keys[:2], [1, 2], request, load=False)  # announced already
+    primary.run(3, keys[2:], [5, 6], request, load=True)  # the last one is not stored
+    assert news() == []
+    pages = [page for page in (tmp_path / "store").rglob("*") if page.is_file() and page.stat().st_size >= ROW_BYTES]
+    assert len(pages) >= 3
+    for page in pages:
+        page.unlink()
+    primary.find(keys[:1], request)
+    primary.run(5, keys[:1], [1], request, load=True)
+    assert primary.find(keys[:1], request) == [LookupResult.MISS]
+    assert news() == [(keys[:1], True)]
+    primary.run(4, keys[:1], [1], request, load=False)
+    primary.tier.drain_jobs()
+    assert news() == [(keys[:1], False), ([*keys[1:3], keys[0]], True)]
+
+
+def test_evictions_of_a_store_in_the_process_withdraw_chunks(tmp_path: Path, root_hash: None) -> None:
+    primary = Primary(tmp_path, capacity="1MiB")
+    keys = [make_offload_key(i.to_bytes(32, "big"), 0) for i in range(32 * ROWS)]
+    for number in range(32):
+        part = keys[number * ROWS : (number + 1) * ROWS]
+        primary.run(number, part, list(range(ROWS)), ReqContext("r"), load=False)
+    withdrawn: list[bytes] = []
+    wait_for(lambda: withdrawn != [], lambda: withdrawn.extend(
+        key for event in primary.tier.take_events() if event.removed for key in event.keys
+    ))  # fmt: skip
+    assert set(withdrawn) < set(keys)
+    primary.tier.shutdown()
+
+
+def test_without_events_of_tokens_nothing_is_announced(tmp_path: Path, root_hash: None) -> None:
+    primary = Primary(tmp_path, events=OffloadingKVEventsConfig(True, False))
+    primary.run(1, [make_offload_key(bytes(32), 0)], [1], ReqContext("r"), load=False)
+    assert primary.tier.take_events() == []
+    primary.tier.shutdown()
 
 
 @pytest.mark.parametrize(

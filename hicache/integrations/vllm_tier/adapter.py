@@ -9,7 +9,9 @@ Written for vLLM 0.32.
 
 from __future__ import annotations
 
+import itertools
 import logging
+import queue
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, ClassVar
 
@@ -21,6 +23,7 @@ from vllm.v1.kv_offload.base import (
     Locality,
     LookupResult,
     Medium,
+    OffloadingEvent,
     OffloadKey,
     ReqContext,
     RequestOffloadingContext,
@@ -48,6 +51,8 @@ logger = logging.getLogger(__name__)
 
 # A group of layers without one of the first chunks never gets one: each prompt gives chunks of all groups.
 _CHUNKS_OF_ALL_GROUPS = 100
+# vLLM keeps the tokens of each announced chunk: about 2 KiB for 64 tokens. Beyond it the oldest count as removed.
+_ANNOUNCED_MAX = 1 << 16
 _WHERE = "secondary_tiers of kv_connector_extra_config"
 
 
@@ -92,8 +97,18 @@ class HiCacheTier(SecondaryTierManager):
             codec = opener.codec(
                 namespace.digest, layout.chunk_bytes, weights_epoch=namespace.weights_epoch, label=namespace.name
             )
-            return opener.open(codec)
+            storage = opener.open(codec)
+            if self._announces:
+                storage.watch_evictions(self._evicted.put)
+            return storage
 
+        # Chunks that this engine has stored, for routers, by page key; only with events that name tokens.
+        events = offloading_spec.kv_events_config
+        self._announces = events.enable_kv_cache_events and events.self_describing_kv_events
+        self._announced: dict[bytes, OffloadKey] = {}
+        self._events: list[OffloadingEvent] = []
+        self._evicted: queue.SimpleQueue[Iterable[bytes]] = queue.SimpleQueue()
+        self._stores: set[int] = set()  # in flight, to be announced
         self._chunks = 0  # passed to `submit_store`, until the groups are compared
         self._groups_without = {} if layout.chunk_blocks == 1 else {one.number: one.layers for one in layout.groups}
         namespace = layout.namespace(identity, name).labelled(options.model_label)
@@ -107,12 +122,16 @@ class HiCacheTier(SecondaryTierManager):
         found = self._tier.lookup(key, req_context.req_id)
         if found is None:
             return LookupResult.RETRY
+        if not found and self._announced:
+            self._withdraw([_key_of(key)])
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
         """See vLLM's SecondaryTierManager."""
         if self._groups_without:
             self._compare_groups(job_metadata)
+        if self._announces:
+            self._stores.add(job_metadata.job_id)
         self._tier.store(job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids.tolist())
 
     def submit_load(self, job_metadata: TransferJob) -> None:
@@ -121,6 +140,11 @@ class HiCacheTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """See vLLM's SecondaryTierManager."""
+        found = self._tier.ended()
+        for ended in found:
+            if ended.number in self._stores:
+                self._stores.remove(ended.number)
+                self._announce([OffloadKey(name) for name in ended.moved])
         return [
             JobResult(
                 job_id=ended.number,
@@ -129,8 +153,16 @@ class HiCacheTier(SecondaryTierManager):
                 transfer_time=ended.seconds,
                 transfer_bytes=len(ended.moved) * self.block_size_bytes,
             )
-            for ended in self._tier.ended()
+            for ended in found
         ]
+
+    def take_events(self) -> Iterable[OffloadingEvent]:
+        """See vLLM's SecondaryTierManager: the chunks that this engine has stored, until it learns that they are gone.
+        """
+        for _ in range(self._evicted.qsize()):
+            self._withdraw(self._evicted.get_nowait())
+        events, self._events = self._events, []
+        return events
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """See vLLM's SecondaryTierManager: chunks are stored when they are computed."""
@@ -150,10 +182,26 @@ class HiCacheTier(SecondaryTierManager):
         The epoch is the time: a counter would restart with the process, and could find pages of other weights.
         """
         self._tier.reset(int(1e9 * SYSTEM_CLOCK.wall_s()))
+        self._stores.clear()  # those that have ended are of the old namespace
+        self._withdraw(list(self._announced))
 
     def shutdown(self) -> None:
         """See vLLM's SecondaryTierManager. Blocks for at most `transfer.shutdown_deadline`."""
         self._tier.close()
+
+    def _announce(self, chunks: list[OffloadKey]) -> None:
+        if new := {key: chunk for chunk in chunks if (key := _key_of(chunk)) not in self._announced}:
+            self._announced |= new
+            self._add_event(list(new.values()), removed=False)
+            self._withdraw(list(itertools.islice(self._announced, max(0, len(self._announced) - _ANNOUNCED_MAX))))
+
+    def _withdraw(self, keys: Iterable[bytes]) -> None:
+        if gone := [chunk for key in keys if (chunk := self._announced.pop(key, None)) is not None]:
+            self._add_event(gone, removed=True)
+
+    def _add_event(self, chunks: list[OffloadKey], *, removed: bool) -> None:
+        # With `removal_expected`, vLLM keeps the hashes of a chunk's blocks until it is removed.
+        self._events.append(OffloadingEvent(chunks, self.medium, removed, self.locality, removal_expected=not removed))
 
     def _compare_groups(self, stored: TransferJob) -> None:
         """Warn once if vLLM has no chunks of some layers: a hit needs chunks of all groups. Chunks of several blocks
