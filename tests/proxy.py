@@ -118,9 +118,10 @@ class Proxy:
         """End all open connections, with RST if `reset`. Accept new ones."""
         self._await(self._drop(reset))
 
-    def forget(self) -> None:
-        """Forget all open connections, as networks do: the next request on each is answered by RST."""
-        self._await(self._forget())
+    def forget(self, *, silently: bool = False) -> None:
+        """Forget all open connections, as networks do: the next request on each is answered by RST, or `silently` not
+        at all."""
+        self._await(self._forget(silently))
 
     def _await(self, work: Coroutine[Any, Any, _T]) -> _T:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(_WAIT_S)
@@ -147,9 +148,12 @@ class Proxy:
         elif self._server is None:
             await self._listen()
 
-    async def _forget(self) -> None:
+    async def _forget(self, silently: bool) -> None:
         for pair in self._pairs:
-            pair.set(Faults(cut_after_bytes=0, reset=True, direction=Direction.UP))
+            if silently:
+                pair.set(Faults(stall=Direction.BOTH))
+            else:
+                pair.set(Faults(cut_after_bytes=0, reset=True, direction=Direction.UP))
 
     async def _drop(self, reset: bool) -> None:
         dropped = set(self._pairs)

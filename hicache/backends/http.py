@@ -13,6 +13,7 @@ not held while one is opened, used or closed.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import select
@@ -44,6 +45,10 @@ _BUFFERS_AT_ONCE = 1024
 _TIMEOUT_MIN_S = 0.001
 # Names are resolved again after this time: stores balance load by changing addresses.
 _ADDRESSES_AGE_MAX_S = 60.0
+# A connection that was idle for longer is closed instead of used. Common servers close idle ones after five seconds; a
+# NAT, a firewall or a load balancer forgets them after a minute or more without a word: the next request on one would
+# wait for `timeout_s` without an answer. Opening another one costs a few milliseconds.
+_IDLE_S_MAX = 3.0
 # The most interim replies of a server.
 _INTERIM_MAX = 8
 # The most headers; stores send about twenty.
@@ -148,6 +153,7 @@ class Connection:
         self._set_s = -1.0
         self._ahead = bytearray()  # received after a head and not consumed yet
         self._has_closing_reply = False
+        self.idle_since_s = -math.inf  # of its pool
         self.is_reusable = False
         if not self._is_tls:
             # The socket's own timeouts limit waits, so that one call can transfer a whole piece.
@@ -407,13 +413,13 @@ class ConnectionPool:
             self.give(connection)
 
     def take_idle(self) -> Connection | None:
-        """Return a connection that was used before and still seems good, or None."""
+        """Return a connection that was used a moment ago and still seems good, or None."""
         while True:
             with self._lock:
                 if not self._idle:
                     return None
                 connection = self._idle.pop()
-            if connection.is_idle():
+            if self._clock() - connection.idle_since_s <= _IDLE_S_MAX and connection.is_idle():
                 return connection
             connection.close()
 
@@ -473,6 +479,7 @@ class ConnectionPool:
     def give(self, connection: Connection) -> None:
         """Return a connection to the pool. It is closed unless its reply was read to the end."""
         if connection.is_reusable:
+            connection.idle_since_s = self._clock()
             with self._lock:
                 self._idle.append(connection)
         else:

@@ -103,7 +103,11 @@ class Channel:
         self._left_bytes = self._left_elements = 0  # remaining limits of the current reply
         self._broken = False
         self._poll = select.poll()
-        self.answered = False  # True once a reply came since the channel was last leased from its pool
+        # Of the pool: True once a reply came since the channel was last leased, the time for that reply beside
+        # `timeout_s`, and when the channel was returned.
+        self.answered = False
+        self.first_reply_s = math.inf
+        self.idle_since_s = -math.inf
 
     def on_connect(self, connection: Any) -> None:
         """Take over the socket of a new connection of redis-py. Blocks for the TLS handshake. Raises OSError.
@@ -180,7 +184,7 @@ class Channel:
         wait_s = deadline - self._clock()
         if wait_s <= 0:
             raise TimeoutError
-        wait_s = min(wait_s, self._timeout_s)
+        wait_s = min(wait_s, self._timeout_s if self.answered else min(self._timeout_s, self.first_reply_s))
         if wait_s == self._armed_s:
             return
         self._armed_s = wait_s
@@ -194,8 +198,11 @@ class Channel:
 
     def _broken_by(self, error: OSError, deadline: float) -> StoreError:
         self.close()
-        if isinstance(error, (TimeoutError, BlockingIOError)) and self._clock() >= deadline:
-            return StoreError(ErrorKind.DEADLINE)
+        if isinstance(error, (TimeoutError, BlockingIOError)):
+            if self._clock() >= deadline:
+                return StoreError(ErrorKind.DEADLINE)
+            if not self.answered and self.first_reply_s < self._timeout_s:
+                return StoreError(ErrorKind.CONNECTION_LOST, "no reply on a connection that was idle")
         return failure_of(error)
 
     def _not_redis(self, what: str) -> StoreError:

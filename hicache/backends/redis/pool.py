@@ -22,6 +22,13 @@ from .options import Endpoint
 
 Result = TypeVar("Result")
 
+# A NAT, a firewall or a load balancer forgets idle connections without a word (after one minute the strictest, Azure's
+# after four, AWS's after six), and the next request on such a connection gets no answer. An older one is closed
+# instead. A younger one may be lost too, for example by a failover of the network: after a short gap, the first reply
+# gets only this time, and then the request is sent again on a new connection. A server that works replies in less.
+_IDLE_S_MAX = 30.0
+_GAP_S = 1.0
+_FIRST_REPLY_S = 0.25
 # The limit of servers with pools that are not in the known routes: targets of redirections, and servers that left.
 _STRANGERS_MAX = 8
 
@@ -69,16 +76,20 @@ class Pool:
             return
         channel = None
         try:
-            if idle is not None and not idle.is_quiet:
+            idle_s = 0.0 if idle is None else self._clock() - idle.idle_since_s
+            if idle is not None and (idle_s > _IDLE_S_MAX or not idle.is_quiet):
                 idle.close()  # since its last use, the server has closed it or sent unexpected bytes
                 idle = None
             channel = self._dial(deadline) if idle is None else idle
             channel.answered = idle is None  # a failure on a new connection does not mean that it died while idle
+            channel.first_reply_s = _FIRST_REPLY_S if idle_s > _GAP_S else math.inf
             yield channel
         finally:
-            if channel is not None and not channel.reusable:
-                channel.close()
-                channel = None
+            if channel is not None:
+                channel.idle_since_s = self._clock()
+                if not channel.reusable:
+                    channel.close()
+                    channel = None
             with self._returned:
                 self._slots.append(channel)
                 self._returned.notify()

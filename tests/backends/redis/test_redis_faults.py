@@ -16,6 +16,7 @@ from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     GET_ERROR,
     HIT,
+    MISS,
     NAMESPACE,
     PRESENT,
     SET_ERROR,
@@ -118,6 +119,24 @@ def test_dead_idle_connections_are_replaced_silently(valkey: ValkeyServer, end: 
             assert raw.remove(pages) == 40
         assert errors_of(store) == {}
         store.backend.close()
+
+
+@pytest.mark.parametrize("idle_s", [2.0, 600.0])
+def test_connections_that_a_network_forgot_silently_cost_no_page(valkey: ValkeyServer, idle_s: float) -> None:
+    """An old idle connection is not used. After a short gap, a connection gets a moment for its first reply."""
+    keys, clock = make_keys(12), ManualClock()
+    with Proxy(valkey.port) as relay, valkey.client() as client:
+        options = {"url": f"redis://{LOOPBACK}:{relay.port}", "key_prefix": fresh_prefix(), "timeout": PATIENT_S}
+        store = open_on(client, options, clock=clock)
+        backend, frames = store.backend, full_frames(CODEC, keys)
+        assert load(store, keys[:1]) + store_chain(store, keys) == [MISS] + [STORED] * 12
+        relay.forget(silently=True)
+        clock.advance(idle_s)
+        assert backend.batch_get(keys, frames, deadline=clock() + PATIENT_S) == [HIT] * 12
+        assert backend.batch_set(keys, frames, parent=None, deadline=clock() + PATIENT_S) == [PRESENT] * 12
+        assert backend.batch_exists(keys, deadline=clock() + PATIENT_S) == 12
+        assert errors_of(store) == {}
+        backend.close()
 
 
 @contextlib.contextmanager

@@ -18,11 +18,13 @@ from hicache.backends.testing import (
     NAMESPACE,
     STORED,
     empty_frames,
+    full_frames,
     make_keys,
     soon,
     store_chain,
     store_of,
 )
+from hicache.clock import ManualClock
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
@@ -87,6 +89,22 @@ def test_a_page_that_arrives_slowly_ends_at_the_deadline(
         assert errors(store) == {"timeout": 1}
         proxy.heal()
         assert store.backend.batch_get(key, frames, deadline=soon()) == [HIT]
+
+
+def test_connections_that_a_network_forgot_silently_cost_no_page(
+    bucket: Bucket, seaweed: SeaweedServer, unique_prefix: str
+) -> None:
+    """After a gap, idle connections are not used. The same pool serves the store of a daemon."""
+    clock = ManualClock()
+    with Proxy(seaweed.port) as relay:
+        chosen = options(f"http://127.0.0.1:{relay.port}", unique_prefix, bucket=bucket.name, timeout=30.0)
+        with contextlib.closing(store_of(S3Driver, CODEC, chosen, clock)) as backend:
+            frames = full_frames(CODEC, KEYS)
+            assert backend.batch_set(KEYS, frames, parent=None, deadline=soon()) == [STORED] * 6
+            relay.forget(silently=True)
+            clock.advance(5.0)
+            assert backend.batch_get(KEYS, frames, deadline=clock() + 20.0) == [HIT] * 6
+            assert backend.statistics().errors == {}
 
 
 # "me" with the password "pass word:@".
