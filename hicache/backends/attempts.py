@@ -334,7 +334,8 @@ class Attempts:
         errors = Counter[str]()
         for one in found:
             errors.update(one.errors)
-        return Incidents(errors, sum(one.evicted_pages for one in found), sum(one.expired_pages for one in found))
+        evicted, expired = sum(one.evicted_pages for one in found), sum(one.expired_pages for one in found)
+        return Incidents(errors, evicted, expired, found[0].outage)
 
     def close(self) -> None:
         """Close retention, limit and driver. Raises the driver's BackendError; any other exception is counted."""

@@ -154,16 +154,19 @@ class ExplainsRejections(Protocol):
 @dataclass(frozen=True, slots=True)
 class Incidents:
     """What happened in a driver outside the pages of its calls, as totals: `errors` by kind, evicted and expired pages.
+    `outage` is not None while a part of the store is missing: since when (wall clock, seconds), and why, and after `; `
+    what to do. The pages there fail with NODE_DOWN.
     """
 
     errors: Mapping[str, int] = field(default_factory=dict)
     evicted_pages: int = 0
     expired_pages: int = 0
+    outage: tuple[float, str] | None = None
 
 
 @runtime_checkable
 class HasIncidents(Protocol):
-    """A driver that evicts, or works between its calls."""
+    """A driver that evicts, works between its calls, or can lack a part of its store."""
 
     def incidents(self) -> Incidents:
         """Return the totals so far. Any thread; does not block."""

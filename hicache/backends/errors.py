@@ -44,6 +44,7 @@ class ErrorKind(enum.StrEnum):
     NO_PRIMARY = "no_primary"
     PRIMARY_DOWN = "primary_down"
     CLUSTER_DOWN = "cluster_down"
+    NODE_DOWN = "node_down"  # the node with this page does not answer or is missing; other nodes work
     NOT_LEADER = "not_leader"
     READ_ONLY = "read_only"
     CANNOT_PERSIST = "cannot_persist"

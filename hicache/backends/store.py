@@ -51,7 +51,7 @@ from .errors import RAISED, ErrorKind
 from .faults import Faults
 from .guard.admission import AdmissionControl, GuardStatistics
 from .guard.calls import Call, CallResult, Verb
-from .guard.health import REJECTED, StoreHealth
+from .guard.health import REJECTED, HealthState, StoreHealth, problem
 from .guard.log import GuardLog
 from .guard.probes import Prober
 from .limit import CapacityLimit
@@ -322,7 +322,11 @@ class Store:
 
     def health(self) -> StoreHealth:
         """Return whether the store does what it is for. Does not block."""
-        return self._admission.health()
+        found = self._admission.health()
+        outage = self._attempts.incidents().outage
+        if outage is None or found.is_problem:
+            return found
+        return problem(HealthState.PARTLY, outage[0], ErrorKind.NODE_DOWN, detail=outage[1])
 
     def check(self) -> None:
         """Raise InvariantError if the invariants of admission do not hold."""
@@ -353,10 +357,10 @@ class Store:
         """Make a lookup, and retry it once if it failed."""
         for is_retried in (False, True):
             found, errors = look()
-            if not errors:
+            self._count(call, errors)
+            if not errors or call.cause == ErrorKind.NODE_DOWN:
                 call.result = CallResult.GOOD
                 break
-            self._count(call, errors)
             if self._was_short(call):
                 call.result = CallResult.UNKNOWN
                 break
@@ -425,22 +429,23 @@ class Store:
         return outcomes
 
     def _may_retry(self, call: Call, pages: int) -> int:
-        """Return how many pages to retry, after a short pause. Return 0 if the call took too long, too little time is
-        left, or no retry is granted."""
+        """Return how many pages to retry, after a short pause. Return 0 if only a part of the store is down, the call
+        took too long, too little time is left, or no retry is granted."""
         time_s = self._clock()
         took_s = time_s - call.began_s
         pause_s = _RETRY_PAUSE_S * random.uniform(0.5, 1.0)
         # Assume that the retry takes as long as the first attempt.
         if took_s > _RETRY_AFTER_S_MAX or time_s + pause_s + max(took_s, 0.01) >= call.deadline:
             return 0
-        granted = self._admission.grant_retry(call, pages)
+        granted = 0 if call.cause == ErrorKind.NODE_DOWN else self._admission.grant_retry(call, pages)
         if granted:
             self._clock.wait_set(self._closing, pause_s)
         return granted
 
     def _judge(self, call: Call, failed: int, pages: int) -> CallResult:
-        """Return the result of a call with `failed` of `pages` pages: it failed if at least half of them did."""
-        if 2 * failed < pages:
+        """Return the result of a call with `failed` of `pages` pages: it failed if at least half of them did, unless
+        all of those are on a part of the store that is down."""
+        if 2 * failed < pages or call.cause == ErrorKind.NODE_DOWN:
             return CallResult.GOOD
         return CallResult.UNKNOWN if self._was_short(call) else CallResult.ERROR
 
@@ -456,13 +461,14 @@ class Store:
             call.cause = call.cause or REJECTED
             reason = self._attempts.rejection()
             call.detail = "" if reason == call.cause else reason
-        elif call.result is not CallResult.UNKNOWN:
+        elif call.result is not CallResult.UNKNOWN and call.cause != ErrorKind.NODE_DOWN:
             call.kept = SetOutcome.ERROR
 
     def _count(self, call: Call, errors: Sequence[str]) -> None:
-        """Count the errors of a call. The last one is its cause."""
+        """Count the errors of a call. The last one is its cause; NODE_DOWN is only if there is no other."""
         if errors:
-            call.cause = errors[-1]
+            others = [kind for kind in errors if kind != ErrorKind.NODE_DOWN]
+            call.cause = others[-1] if others else call.cause or ErrorKind.NODE_DOWN
             self._calls.count(errors=errors)
 
     def _count_internal(self) -> None:

@@ -117,6 +117,9 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "[HiCacheDamagedPages](runbooks.md#hicachedamagedpages).",
         "storage ...: unexpected": "*Bug* of HiCache or your backend; once per class of exception.",
         "storage ...: host memory": "No RDMA for this memory: see [Mooncake](backends/mooncake.md).",
+        "redis: server ... failed": "A node of a cluster, or a replica. The pages of a node are misses: "
+        "start it. See [Clusters](backends/redis.md#the-server).",
+        "redis: server ... works again": "",
         "... cannot be opened": "A cache's storage, at the start or for new weights; or the store of a daemon's "
         "namespace. Once a minute. Look at the store.",
         "storage is open": "",

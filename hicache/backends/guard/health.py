@@ -43,9 +43,14 @@ class HealthState(enum.StrEnum):
     IDLE = "idle"  # nothing is known: no call has ended yet
     KEEPS_NOTHING = "keeps_nothing"  # it does not store the pages that are written to it
     FAILING = "failing"  # its pages cannot be read
+    PARTLY = "partly"  # a part of it is down, and the pages there are misses
 
 
-_WORDS = {HealthState.KEEPS_NOTHING: "keeps nothing", HealthState.FAILING: "cannot be read"}
+_WORDS = {
+    HealthState.KEEPS_NOTHING: "keeps nothing",
+    HealthState.FAILING: "cannot be read",
+    HealthState.PARTLY: "works only in part",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +68,7 @@ class StoreHealth:
 
     @property
     def is_problem(self) -> bool:
-        """True if the store keeps nothing or fails."""
+        """True if the store, or a part of it, keeps nothing or fails."""
         return self.state in _WORDS
 
     @property

@@ -18,6 +18,7 @@ from ...frame import HEADER_BYTES
 from ...keys import PAGE_KEY_BYTES
 from ..attempts import Attempts
 from ..base import GetOutcome, SetOutcome
+from ..errors import ErrorKind
 
 # Probe pages that could not be removed and are remembered. They take space in the store, so they must be few.
 _LEFTOVER_MAX = 16
@@ -33,12 +34,12 @@ class Prober:
         self._leftover: deque[bytes] = deque(maxlen=_LEFTOVER_MAX)
 
     def write(self, deadline: float) -> tuple[bool, bool, list[str]]:
-        """Store a page, read it back and remove it. The store works also if it is full, or if it does not find the page
-        (reads may lag behind writes)."""
+        """Store a page, read it back and remove it. The store works also if it is full, if only the part with this page
+        is down, or if it does not find the page (reads may lag behind writes)."""
         key, frame = os.urandom(PAGE_KEY_BYTES), self._frame()
         frame[HEADER_BYTES : HEADER_BYTES + 1] = b"\1"
         (stored,), errors = self._attempts.write([key], [frame], None, deadline)
-        if stored is SetOutcome.REJECTED:
+        if stored is SetOutcome.REJECTED or errors == [ErrorKind.NODE_DOWN]:
             return True, False, errors
         if not stored.is_stored:
             self._leftover.append(key)  # the page may have been written despite the error
@@ -57,7 +58,7 @@ class Prober:
 
     def _read(self, key: bytes, deadline: float) -> tuple[bool, bool, list[str]]:
         (found,), errors = self._attempts.read([key], [self._frame()], deadline)
-        return found in (GetOutcome.MISS, GetOutcome.HIT), False, errors
+        return found in (GetOutcome.MISS, GetOutcome.HIT) or errors == [ErrorKind.NODE_DOWN], False, errors
 
     def _frame(self) -> memoryview:
         # New for each probe: a thread that hangs in the store may still write into its frame. Aligned for direct I/O.

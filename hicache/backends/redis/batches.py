@@ -27,7 +27,7 @@ from .routing import Redirects, Server
 # rounds without progress is misbehaving.
 _VAIN_ROUNDS_MAX = 4
 # Errors that concern a single page. After any other error the batch sends no more requests to that server.
-_OF_ONE_PAGE = frozenset({ErrorKind.WRONG_TYPE, ErrorKind.MOVED, ErrorKind.ASK, ErrorKind.CLUSTER_DOWN})
+_OF_ONE_PAGE = frozenset({ErrorKind.WRONG_TYPE, ErrorKind.MOVED, ErrorKind.ASK, ErrorKind.NODE_DOWN})
 # One thread moves this many bytes before a second thread would wake up.
 _LANE_BYTES = 256 << 10
 # Pages in flight on one connection. With the shortest pages, this many fill the default `pipeline`.
@@ -96,7 +96,7 @@ class _Transfer(ABC, Generic[Pages]):
         except StoreError as failure:
             self._fail(positions, failure)
             return []
-        self._fail(by_server.pop(None, []), StoreError(ErrorKind.CLUSTER_DOWN))
+        self._fail(by_server.pop(None, []), StoreError(ErrorKind.NODE_DOWN))
         return [_Group(server, found, False) for server, found in by_server.items() if server is not None]
 
     def _redirected_groups(self) -> list[_Group]:
@@ -120,7 +120,7 @@ class _Transfer(ABC, Generic[Pages]):
         if group.failure is None:
             self._again += left
         else:
-            self._fail(left, group.failure)
+            self._fail(left, group.failure, group.server)
 
     def _lane(self, group: _Group, is_first: bool) -> None:
         if group.failure is not None or not group.todo:
@@ -133,7 +133,6 @@ class _Transfer(ABC, Generic[Pages]):
                 if channel is not None and not self._pump(channel, group):
                     pool.close_idle()
         except StoreError as failure:
-            self._context.router.note(failure.kind, server)
             group.failure = failure
 
     def _pump(self, channel: Channel, group: _Group) -> bool:
@@ -160,7 +159,7 @@ class _Transfer(ABC, Generic[Pages]):
             if failure.kind == ErrorKind.CONNECTION_LOST and not channel.answered:
                 self._again += pending
                 return False
-            self._fail(pending, failure)
+            self._fail(pending, failure, group.server)
             raise
 
     def _send(self, channel: Channel, group: _Group, pending: deque[int]) -> None:
@@ -193,19 +192,20 @@ class _Transfer(ABC, Generic[Pages]):
     def _refused(self, group: _Group, position: int, error: ErrorReply) -> None:
         failure = error.failure
         kind = failure.kind
-        self._context.router.note(kind, group.server)
         target = self._context.router.redirection(error, group.server)
         if target is not None and position not in self._redirected:
             self._redirected.add(position)
+            self._context.router.note(kind, group.server)
             self._redirects.setdefault((target, kind == ErrorKind.ASK), []).append(position)
             return
-        self._fail([position], failure)
+        self._fail([position], failure, group.server)
         if kind not in _OF_ONE_PAGE:
             group.stop, group.failure = True, failure
 
-    def _fail(self, positions: Iterable[int], failure: StoreError) -> None:
+    def _fail(self, positions: Iterable[int], failure: StoreError, server: Server | None = None) -> None:
+        kind = self._context.router.note(failure.kind, server)
         for position in positions:
-            self._pages.fail(position, failure.kind)
+            self._pages.fail(position, kind)
 
 
 class Reads(_Transfer[PageReads[StoredValue]]):

@@ -23,7 +23,7 @@ from ...errors import ConfigError, InvalidInput
 from ...frame import HEADER_BYTES, FrameCodec
 from ...supervised import SupervisedPool
 from ..base import StoredPage, Usage
-from ..driver import Answer
+from ..driver import Answer, Incidents
 from ..errors import ErrorKind, StoreError
 from ..pages import PageReads, PageWrites
 from .batches import Reads, Writes
@@ -65,6 +65,7 @@ def open_servers(
         undo.callback(pools.close)
         try:
             router = Router(access, connector, pools, deadline, clock)
+            undo.callback(router.close)
             if access.mode != "cluster":
                 primary = router.routes(deadline).shards[0].primary
                 where = access.shown(primary)
@@ -75,10 +76,14 @@ def open_servers(
                     continue
                 where = access.shown(server.address)
                 pool = pools.of(server.address, Purpose.KEYS, read_only=server.read_only)
-                with pool.lease(deadline) as channel:
-                    reply = channel.call(b"EXISTS", page, deadline=deadline)
-                    if isinstance(reply, ErrorReply):
-                        raise reply.failure
+                try:
+                    with pool.lease(deadline) as channel:
+                        reply = channel.call(b"EXISTS", page, deadline=deadline)
+                        if isinstance(reply, ErrorReply):
+                            raise reply.failure
+                except StoreError as failure:
+                    if router.note(failure.kind, server) != ErrorKind.NODE_DOWN:
+                        raise  # otherwise the other nodes of the cluster work
         except StoreError as failure:
             if failure.kind is ErrorKind.UNSUPPORTED:
                 raise ConfigError(f"backend redis: {failure.detail}") from failure
@@ -192,16 +197,17 @@ class RedisDriver:
         """
         prefix = self.options.key_prefix.encode()
         deadline = self._context.clock() + _PATIENCE_TIMEOUTS * self.options.timeout
-        with self._primaries(deadline) as pools:
+        with self._primaries(deadline, only_working=True) as pools:
             held = [pool.run(lambda channel: measure(channel, prefix, deadline), deadline) for pool in pools]
         return Usage.total(held)
 
     @contextlib.contextmanager
-    def _primaries(self, deadline: float) -> Iterator[list[Pool]]:
+    def _primaries(self, deadline: float, *, only_working: bool = False) -> Iterator[list[Pool]]:
         """Yield each primary's pool of inspection connections. Raises StoreError."""
+        router = self._context.router
         with self._explained():
-            shards = self._context.router.routes(deadline).shards
-            yield [self._pools.of(shard.primary, Purpose.INSPECTION) for shard in shards]
+            found = [shard.primary for shard in router.routes(deadline).shards]
+            yield [self._pools.of(one, Purpose.INSPECTION) for one in found if not only_working or router.works(one)]
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
@@ -213,7 +219,12 @@ class RedisDriver:
             failure.explanation = str(unavailable(failure, self._access.where))
             raise
 
+    def incidents(self) -> Incidents:
+        """See HasIncidents."""
+        return Incidents(outage=self._context.router.outage)
+
     def close(self) -> None:
         """See Driver."""
+        self._context.router.close()
         self._context.workers.close()
         self._pools.close()

@@ -69,12 +69,13 @@ _ADVICE: Mapping[str, str] = {
     ErrorKind.NO_THREAD: "this machine cannot start a thread; raise the limit on threads of the user or the container",
 }
 _NO_ADVICE = "check the server's log"
-# Error replies without their own code, by the text after "ERR".
+# Error replies whose code does not say enough, by their text, for some after "ERR".
 _TEXTS: tuple[tuple[bytes, ErrorKind], ...] = (
     (b"max number of clients", ErrorKind.TOO_MANY_CONNECTIONS),
     (b"invalid password", ErrorKind.WRONG_CREDENTIALS),
     (b"AUTH", ErrorKind.WRONG_CREDENTIALS),
     (b"No such master", ErrorKind.NO_PRIMARY),
+    (b"CLUSTERDOWN Hash slot not served", ErrorKind.NODE_DOWN),  # of this page; the cluster may work
 )
 
 

@@ -7,7 +7,7 @@ addresses, so that two calls cannot deadlock.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -20,6 +20,8 @@ from .errors import ErrorReply
 from .pool import Pool, Pools, Purpose
 from .routing import Redirects, Router, Server
 
+# A server that takes longer than half of the time of a call is down, unless that is shorter than this.
+_SHORT_S = 0.1
 # Keys in one send: limits what a server must buffer, and is larger than any batch of an engine.
 _KEYS_PER_SEND = 8192
 ASKING = command(b"ASKING")
@@ -128,17 +130,22 @@ class KeyPipeline:
         with contextlib.ExitStack() as leases:
             for server, positions in sorted(groups.items(), key=lambda group: str(group[0])):
                 if server is None:
-                    self._fail(positions, StoreError(ErrorKind.CLUSTER_DOWN, "no node has that slot"), None)
+                    self._fail(positions, StoreError(ErrorKind.NODE_DOWN), None)
                     continue
                 try:
                     pool = self._context.pools.of(server.address, Purpose.KEYS, read_only=server.read_only)
-                    channel = leases.enter_context(pool.lease(self._deadline))
+                    channel = leases.enter_context(pool.lease(self._share(groups)))
                 except StoreError as failure:
                     self._fail(positions, failure, server)
                     continue
                 self._send(_Sent(server, pool, channel, positions, is_asking), sent, is_last)
             for job in sent:
-                self._receive(job, is_last)
+                self._receive(job, is_last, self._share(sent))
+
+    def _share(self, servers: Sized) -> float:
+        """Return the time until which one of `servers` may take, so that a hanging one leaves time for the others."""
+        now_s = self._context.clock()
+        return self._deadline if len(servers) == 1 else now_s + (self._deadline - now_s) / 2
 
     def _send(self, job: _Sent, sent: list[_Sent], is_last: bool) -> None:
         requests: list[Part] = [self._request(position) for position in job.positions]
@@ -152,10 +159,10 @@ class KeyPipeline:
         else:
             sent.append(job)
 
-    def _receive(self, job: _Sent, is_last: bool) -> None:
+    def _receive(self, job: _Sent, is_last: bool, until: float) -> None:
         step = 1 + job.asking
         try:
-            lines = job.channel.read_lines(len(job.positions) * step, self._deadline)
+            lines = job.channel.read_lines(len(job.positions) * step, until)
         except StoreError as failure:
             self._lost(job, failure, is_last)
             return
@@ -187,10 +194,14 @@ class KeyPipeline:
         self._redirects.setdefault((target, kind is ErrorKind.ASK), []).append(position)
 
     def _fail(self, positions: Sequence[int], failure: StoreError, server: Server | None) -> None:
-        if positions:
-            self._context.router.note(failure.kind, server)
+        if not positions:
+            return
+        kind = failure.kind
+        if kind == ErrorKind.DEADLINE and self._deadline - self._context.clock() > _SHORT_S:
+            kind = ErrorKind.TIMEOUT  # of this server's share of the time
+        kind = self._context.router.note(kind, server)
         for position in positions:
-            self._answers[position] = failure.kind
+            self._answers[position] = kind
 
 
 def exists(

@@ -3,15 +3,19 @@
 A redirection (MOVED, ASK) comes from a server and is not trusted. It is followed only in a cluster, and only to nodes
 that the configuration or CLUSTER SLOTS of a known node names, or that `allowed_nodes` contains.
 
+A replica or a node of a cluster that has failed gets no requests of calls, so that they do not wait for it again: its
+pages are errors (NODE_DOWN) while other nodes work. A thread asks it until it answers, and the others for new routes.
+
 Locking design: `_routes` is replaced as a whole, never changed, so it is read without a lock; `_lock` guards `_stale`
 and is held for an assignment. The first thread that finds the routes stale requests new ones; the others use the old
-ones. Items of `_avoid` are set and read one at a time, which is atomic in CPython. The dictionary is replaced together
-with the routes; an item set at the same moment is lost, which costs a timeout.
+ones. Items of `_down` are set and removed one at a time, which is atomic in CPython. The dictionary is replaced
+together with the routes; an item set at the same moment is lost, which costs a timeout. `_told` belongs to the thread.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import random
 import threading
@@ -22,20 +26,33 @@ from typing import TypeAlias
 from redis.crc import REDIS_CLUSTER_HASH_SLOTS as SLOTS
 from redis.crc import key_slot
 
+from ...background import BackgroundTask
 from ...clock import SYSTEM_CLOCK, Clock
 from ...config.addresses import Address
 from ..errors import ErrorKind, StoreError
-from .channel import Reply
+from .channel import Channel, Reply
 from .connect import NODES_MAX, Connector, named_node
 from .errors import ErrorReply
 from .options import Access, Endpoint, named_address
 from .pool import Pools, Purpose
 
+logger = logging.getLogger(__name__)
+
 # The positions of redirected pages, by target address and by reply: True for ASK, False for MOVED.
 Redirects: TypeAlias = dict[tuple[Address, bool], list[int]]
 NO_SHARD = -1
-# A failed replica gets no reads for this long, then its share again. A failed cluster node is queried for routes last.
-_AVOID_S = 5.0
+# A failed server is asked this often whether it works again: often enough to notice a failover within seconds.
+_ASK_AGAIN_S = 2.0
+# How long `close` waits for the thread that asks.
+_CLOSE_S = 1.0
+# Failed nodes that a message names.
+_NAMED_MAX = 3
+# After one of these errors a server gets no requests until it answers.
+_DOWN = frozenset({
+    ErrorKind.TIMEOUT, ErrorKind.CONNECTION_REFUSED, ErrorKind.UNREACHABLE, ErrorKind.DNS, ErrorKind.TLS,
+    ErrorKind.CONNECTION_LOST, ErrorKind.TOO_MANY_CONNECTIONS, ErrorKind.LOADING, ErrorKind.BUSY,
+    ErrorKind.PRIMARY_DOWN, ErrorKind.CLUSTER_DOWN,
+})  # fmt: skip
 # After one of these errors the routes may be out of date.
 _STALE = frozenset({
     ErrorKind.TIMEOUT, ErrorKind.CONNECTION_REFUSED, ErrorKind.UNREACHABLE, ErrorKind.DNS, ErrorKind.CONNECTION_LOST,
@@ -90,18 +107,81 @@ class Router:
         self._pools = pools
         self._lock = threading.Lock()
         self._stale = False
-        self._avoid: dict[Endpoint, float] = {}  # until when
+        self._down: dict[Endpoint, tuple[float, str]] = {}  # failed servers: since when (wall clock) and why
+        self._told: set[Endpoint] = set()  # those in the log
+        self._ask_again = BackgroundTask("redis-nodes", self._look_again, clock=clock)
         self._routes = Routes(())
         self._learn(deadline)
 
-    def note(self, kind: str, server: Server | None) -> None:
+    def note(self, kind: str, server: Server | None) -> str:
         """Record a failure of `server`, or of the search for one. If routes may be out of date, the next call requests
-        new ones, and reads avoid the server for a while."""
-        if kind in _STALE:
+        new ones. Return the kind to count: NODE_DOWN if only a part of a cluster has failed."""
+        if kind in _STALE or (kind == ErrorKind.NODE_DOWN and server is not None):
             with self._lock:
                 self._stale = True
-            if server is not None:
-                self._avoid[server.address] = self._clock() + _AVOID_S
+        if server is None or kind not in _DOWN:
+            return kind
+        is_cluster, address = self._access.mode == "cluster", server.address
+        if is_cluster or any(address in shard.replicas for shard in self._routes.shards):
+            self._down.setdefault(address, (self._clock.wall_s(), kind))
+            self._ask_again.wake()
+        return ErrorKind.NODE_DOWN if is_cluster and self._works_elsewhere() else kind
+
+    def _works_elsewhere(self) -> bool:
+        return any(shard.primary not in self._down for shard in self._routes.shards)
+
+    def works(self, address: Endpoint) -> bool:
+        """False if the primary `address` has failed and others work: its pages get no requests."""
+        return address not in self._down or not self._works_elsewhere()
+
+    @property
+    def outage(self) -> tuple[float, str] | None:
+        """Return since when (wall clock) and why a part of a cluster is missing, and after `; ` what to do. Return None
+        if no part is, or if the whole cluster is."""
+        down = self._down
+        found = [shard.primary for shard in self._routes.shards if shard.primary in down]
+        if not found or not self._works_elsewhere():
+            return None
+        nodes = ", ".join(f"{self._access.shown(one)} ({down[one][1]})" for one in found[:_NAMED_MAX])
+        nodes += f" and {len(found) - _NAMED_MAX} more" if len(found) > _NAMED_MAX else ""
+        return min(down[one][0] for one in found), (
+            f"{len(found)} of {len(self._routes.shards)} nodes of the cluster cannot be used: {nodes}, so hits end at "
+            "the pages there; start these nodes, or give them replicas, which take over"
+        )
+
+    def _look_again(self) -> float:
+        """Ask the failed servers whether they work, and the others for new routes. Write the log. Return when to repeat
+        that."""
+        with contextlib.suppress(StoreError):
+            self._learn(self._clock() + self._access.options.open_timeout)
+        for address in list(self._down):
+            if self._answers(address):
+                self._down.pop(address, None)
+        down = dict(self._down)
+        for address in down.keys() - self._told:
+            logger.warning("redis: server %s failed (%s); it gets no requests until it works again",
+                           self._access.shown(address), down[address][1])  # fmt: skip
+        for address in self._told - down.keys():
+            logger.info("redis: server %s works again, or another one has replaced it", self._access.shown(address))
+        self._told = set(down)
+        return self._clock() + _ASK_AGAIN_S if down else math.inf
+
+    def _answers(self, address: Endpoint) -> bool:
+        deadline = self._clock() + self._access.options.timeout
+        question = (b"EXISTS", self._access.options.key_prefix.encode())  # of the commands that an engine needs anyway
+
+        def ask(channel: Channel) -> Reply:
+            return channel.call(*question, deadline=deadline)
+
+        try:
+            reply = self._pools.of(address, Purpose.KEYS).run(ask, deadline)
+        except StoreError:
+            return False
+        return not isinstance(reply, ErrorReply) or reply.kind not in _DOWN
+
+    def close(self) -> None:
+        """End the thread that asks. Idempotent."""
+        self._ask_again.close(_CLOSE_S)
 
     def routes(self, deadline: float) -> Routes:
         """Return the current routes; request new ones if they are stale. Raises StoreError."""
@@ -121,7 +201,7 @@ class Router:
         self._routes = self._find(deadline)
         known = self._routes.addresses()
         self._pools.keep(known)
-        self._avoid = {address: until for address, until in self._avoid.items() if address in known}
+        self._down = {address: failure for address, failure in self._down.items() if address in known}
 
     def redirection(self, error: ErrorReply, server: Server) -> Address | None:
         """Return the address in `MOVED slot host:port` or `ASK slot host:port`. Return None for another error, for an
@@ -154,7 +234,8 @@ class Router:
     def by_server(
         self, positions: Iterable[int], names: Sequence[bytes], *, to_read: bool, deadline: float
     ) -> dict[Server | None, list[int]]:
-        """Return `positions` grouped by the server of `names[position]`, in order; under None those without a server.
+        """Return `positions` grouped by the server of `names[position]`, in order; under None those without a server
+        that works, in any order.
 
         With `to_read` a replica may be chosen, if the options allow it. Raises StoreError.
         """
@@ -165,20 +246,22 @@ class Router:
         by_shard: dict[int, list[int]] = {}
         for position in positions:
             by_shard.setdefault(routes.slots[key_slot(names[position])], []).append(position)
-        return {
-            None if number == NO_SHARD else self._server(routes.shards[number], to_replica): found
-            for number, found in by_shard.items()
-        }
+        groups: dict[Server | None, list[int]] = {}
+        for number, found in by_shard.items():
+            server = None if number == NO_SHARD else self._server(routes.shards[number], to_replica)
+            if number == NO_SHARD:
+                self.note(ErrorKind.CLUSTER_DOWN, None)
+            elif server is not None and not self.works(server.address):
+                server = None
+            groups.setdefault(server, []).extend(found)
+        return groups
 
     def _server(self, shard: Shard, to_replica: bool) -> Server:
-        """Return a random replica that has not failed recently, else the primary."""
-        replicas = [one for one in shard.replicas if not self._avoids(one)] if to_replica else []
+        """Return a random replica that has not failed, else the primary."""
+        replicas = [one for one in shard.replicas if one not in self._down] if to_replica else []
         if not replicas:
             return Server(shard.primary)
         return Server(random.choice(replicas), read_only=self._access.mode == "cluster")
-
-    def _avoids(self, address: Endpoint) -> bool:
-        return self._clock() < self._avoid.get(address, -math.inf)
 
     def _find(self, deadline: float) -> Routes:
         access = self._access
@@ -191,11 +274,11 @@ class Router:
         return Routes((Shard(primary, tuple(replicas)),))
 
     def _find_cluster(self, deadline: float) -> Routes:
-        """Request the routes from one node after another: first the known good ones, then those that failed recently,
-        then the configured ones."""
+        """Request the routes from one node after another: first the known good ones, then those that have failed, then
+        the configured ones."""
         known = list(self._routes.addresses())
         random.shuffle(known)
-        known.sort(key=self._avoids)
+        known.sort(key=self._down.__contains__)
         failure, access = StoreError(ErrorKind.CLUSTER_DOWN), self._access
         for address in dict.fromkeys([*known, *access.addresses]):
             try:

@@ -107,7 +107,7 @@ function storesOf(status) {
   )));
 }
 
-const HEALTH = {keeps_nothing: "keeps nothing", failing: "cannot be read"};
+const HEALTH = {keeps_nothing: "keeps nothing", failing: "cannot be read", partly: "works only in part"};
 
 // Return the current problems as sentences: of stores, then of namespaces and of engines.
 function problemsOf(status) {

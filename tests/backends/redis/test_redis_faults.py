@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 
+from hicache.backends.guard import CONFIRM_S, HealthState
 from hicache.backends.redis import RedisDriver
-from hicache.backends.redis.routing import _AVOID_S
+from hicache.backends.redis.routing import _ASK_AGAIN_S
+from hicache.backends.store import Store
 from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     GET_ERROR,
@@ -195,6 +197,71 @@ def test_a_hanging_cluster_node_costs_only_its_pages(own_cluster: RedisCluster) 
         wait_for(lambda: load(store, keys) == [HIT] * 60)
 
 
+@contextlib.contextmanager
+def guarded(cluster: RedisCluster, clock: ManualClock, timeout_s: float) -> Iterator[tuple[Store, Subject]]:
+    """Open a store on a cluster with its guard, and close it."""
+    options = RedisStorageOptions(**cluster.storage(key_prefix=fresh_prefix(), timeout=timeout_s)[1])
+    with contextlib.closing(Store(RedisDriver(CODEC, options, clock), CODEC, name="redis", clock=clock)) as backend:
+        yield backend, Subject(backend, lambda key: None, lambda key, data: None)
+
+
+@pytest.mark.parametrize("fault", ["dead", "hanging"])
+def test_a_failed_cluster_node_neither_stops_nor_delays_the_store(own_cluster: RedisCluster, fault: str) -> None:
+    """Its pages are errors that do not count as failures of the store. The verdict names it. Calls whose time is
+    shorter than `timeout` find the node too, and later calls do not wait for it. Its pages are served again when it
+    works."""
+    keys, clock, node = make_keys(40), ManualClock(), own_cluster.nodes[1]
+    with guarded(own_cluster, clock, PATIENT_S) as (backend, store):
+        assert store_chain(store, keys) == [STORED] * 40
+        node.kill() if fault == "dead" else node.pause()
+        try:
+            found = backend.batch_has(keys, deadline=soon(1.0))
+            assert 1 < sum(found) < 40, "the pages of the other nodes"
+            expected = [HIT if one else GET_ERROR for one in found]
+            assert load(store, keys) == expected
+            assert [load(store, [key])[0] for key in keys] == expected, "also calls that need only this node"
+            new = make_keys(40, "new")
+            assert {store_chain(store, [key])[0] for key in new} == {STORED, SET_ERROR}
+            assert backend.batch_exists(keys, deadline=soon()) == found.index(False)
+            clock.advance(CONFIRM_S)
+            health = backend.health()
+            assert health.state is HealthState.PARTLY
+            assert f"1 of 3 nodes of the cluster cannot be used: {LOOPBACK}:{node.port} (" in health.what
+            guard = backend.guard_statistics()
+            assert not any(guard.failures.values())
+            assert not any(one.opens for one in guard.breakers.values())
+            assert backend.usage().pages == sum(found) + sum(backend.batch_has(new, deadline=clock() + PATIENT_S))
+        finally:
+            node.restart() if fault == "dead" else node.resume()
+        # Its pages were in its memory.
+        here = [one or fault == "hanging" for one in found]
+
+        def works() -> bool:
+            clock.advance(_ASK_AGAIN_S)
+            is_whole = backend.health().state is HealthState.WORKING
+            return is_whole and backend.batch_has(keys, deadline=clock() + PATIENT_S) == here
+
+        wait_for(works)
+
+
+def test_the_pages_of_a_dead_node_are_served_by_the_replica_that_takes_over() -> None:
+    keys, clock = make_keys(20), ManualClock()
+    with RedisCluster(primaries=2, replicas=1) as cluster, guarded(cluster, clock, PATIENT_S) as (backend, store):
+        store_chain(store, keys)
+        with cluster.nodes[0].client() as primary, cluster.nodes[2].client() as replica:
+            primary.wait(1, 5000)
+            cluster.nodes[0].kill()
+            assert set(load(store, keys)) == {HIT, GET_ERROR}
+            replica.execute_command("CLUSTER", "FAILOVER", "TAKEOVER")
+
+            def serves() -> bool:
+                clock.advance(_ASK_AGAIN_S)
+                return backend.batch_has(keys, deadline=clock() + PATIENT_S) == [True] * 20
+
+            wait_for(serves)
+        assert backend.health().state is HealthState.WORKING
+
+
 def test_after_a_failover_the_sentinels_name_the_new_primary() -> None:
     keys = make_keys(6)
     with RedisSentinel() as group, group.primary.client() as client:
@@ -223,9 +290,18 @@ def test_reads_avoid_a_dead_replica() -> None:
             group.replica.kill()
             assert load(store, keys) == [GET_ERROR] * 6
             assert load(store, keys) == [HIT] * 6  # from the primary
+            clock.advance(1.0)  # the thread has asked the replica a moment ago
+            assert load(store, keys) == [HIT] * 6
             assert errors_of(store) == {"connection_refused": 6}
-            clock.advance(_AVOID_S + 1)
-            assert load(store, keys) == [GET_ERROR] * 6, "the replica gets its share again"
+            group.replica.restart()
+            with group.replica.client() as replica:
+
+                def serves() -> bool:
+                    clock.advance(_ASK_AGAIN_S)
+                    assert store.backend.batch_has(keys, deadline=clock() + PATIENT_S) == [True] * 6
+                    return "cmdstat_exists" in replica.info("commandstats")
+
+                wait_for(serves)
         finally:
             store.backend.close()
 
