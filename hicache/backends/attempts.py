@@ -26,6 +26,7 @@ from .driver import (
     Answer,
     Clears,
     Driver,
+    ExplainsErrors,
     ExplainsRejections,
     FindsPrefixes,
     HasIncidents,
@@ -319,6 +320,11 @@ class Attempts:
         if kind:
             self._calls.count(errors=[kind])
         return str(found or "")
+
+    def explanation(self, cause: str) -> str:
+        """Return the driver's own words about a kind of error, empty without."""
+        words = self.driver.explanation(cause) if isinstance(self.driver, ExplainsErrors) else ""
+        return words if "; " in words or not words else f"; {words}"
 
     def incidents(self) -> Incidents:
         """Return the totals of driver, limit and retention; the last ones if the driver raises. Does not block."""

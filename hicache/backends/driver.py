@@ -151,6 +151,15 @@ class ExplainsRejections(Protocol):
         None if it did not. Any thread; does not block."""
 
 
+@runtime_checkable
+class ExplainsErrors(Protocol):
+    """A driver with its own words about errors, where the general ones would be about other stores."""
+
+    def explanation(self, kind: str) -> str:
+        """Return what an error of that kind means, and after `; ` what to do, or only the latter; empty if there are no
+        own words. Any thread; does not block."""
+
+
 @dataclass(frozen=True, slots=True)
 class Incidents:
     """What happened in a driver outside the pages of its calls, as totals: `errors` by kind, evicted and expired pages.

@@ -7,6 +7,7 @@ for all stores. A store of another package may use its own kind, as plain text.
 from __future__ import annotations
 
 import enum
+import re
 import socket
 import ssl
 
@@ -23,6 +24,7 @@ class ErrorKind(enum.StrEnum):
     CONNECTION_LOST = "connection_lost"
     UNREACHABLE = "unreachable"  # any other error of the network, or no such Unix socket
     TLS = "tls"
+    CERTIFICATE_EXPIRED = "certificate_expired"  # or not valid yet; that of the server or of this client
     PROTOCOL = "protocol"  # the reply is not valid in the protocol of the store
     SHORT_BODY = "short_body"  # the reply ended early; the object itself may be whole
     TOO_MANY_CONNECTIONS = "too_many_connections"
@@ -55,6 +57,7 @@ class ErrorKind(enum.StrEnum):
     ADMIN = "admin"  # the HTTP server of a Mooncake master, which counts and lists, is not usable
 
     # One request or one object
+    TOO_LARGE = "too_large"  # the server, or a proxy before it, limits the size of values
     BAD_REQUEST = "bad_request"  # rejected by the server, or by the client before sending
     UNSUPPORTED = "unsupported"
     CHECKSUM = "checksum"  # the server reports that it received different bytes
@@ -100,6 +103,8 @@ class StoreError(Exception):
         return f"{self.kind}: {self.detail}" if self.detail else str(self.kind)
 
 
+# What OpenSSL says of a certificate outside its dates, here or in the alert of the peer.
+_EXPIRED = re.compile("certificate.(has.)?(expired|is not yet valid)", re.IGNORECASE)
 # The first match counts: the order is from specific to general.
 _OF_EXCEPTIONS: tuple[tuple[type[Exception], ErrorKind], ...] = (
     (socket.gaierror, ErrorKind.DNS),
@@ -115,6 +120,8 @@ _OF_EXCEPTIONS: tuple[tuple[type[Exception], ErrorKind], ...] = (
 
 def kind_of_exception(error: Exception) -> ErrorKind:
     """Return the kind of an exception of a socket, of TLS or of name resolution."""
+    if isinstance(error, ssl.SSLError) and _EXPIRED.search(str(error)):
+        return ErrorKind.CERTIFICATE_EXPIRED
     return next((kind for cls, kind in _OF_EXCEPTIONS if isinstance(error, cls)), ErrorKind.UNREACHABLE)
 
 

@@ -330,7 +330,7 @@ def _early_reply(connection: Connection, deadline: float, error: OSError) -> Hea
     """
     try:
         return connection.read_head(deadline)
-    except ConnectionError:
+    except (ConnectionError, ssl.SSLError):
         raise StaleConnection from error
 
 
@@ -404,7 +404,7 @@ class ConnectionPool:
             try:
                 connection.send(head, body, deadline)
                 reply = connection.read_head(deadline)
-            except (ConnectionResetError, BrokenPipeError) as error:
+            except (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
                 reply = _early_reply(connection, deadline, error)
             return read(connection, reply)
         except OSError as error:

@@ -322,11 +322,20 @@ class Store:
 
     def health(self) -> StoreHealth:
         """Return whether the store does what it is for. Does not block."""
-        found = self._admission.health()
+        found = self._in_own_words(self._admission.health())
         outage = self._attempts.incidents().outage
         if outage is None or found.is_problem:
             return found
         return problem(HealthState.PARTLY, outage[0], ErrorKind.NODE_DOWN, detail=outage[1])
+
+    def explanation(self, cause: str) -> str:
+        """Return the driver's own words about the last rejection, or an error kind, and after `; ` what to do; empty
+        without. Does not block."""
+        return self._attempts.rejection() if cause == REJECTED else self._attempts.explanation(cause)
+
+    def _in_own_words(self, found: StoreHealth) -> StoreHealth:
+        detail = self._attempts.explanation(found.cause) if found.is_problem else ""
+        return problem(found.state, found.since_s or 0.0, found.cause, found.pages, detail) if detail else found
 
     def check(self) -> None:
         """Raise InvariantError if the invariants of admission do not hold."""
@@ -492,7 +501,7 @@ class Store:
                 self._admission.probed(direction, begun, ok, kinds[-1] if kinds else "", kept=kept)
         health, next_news_s = self._admission.health_news()
         if health is not None:
-            self._log.health(health)
+            self._log.health(self._in_own_words(health))
         return min(self._admission.probe_at, next_news_s)
 
     def _renew_usage(self) -> float:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from ..backends.base import GetOutcome
 from ..backends.errors import StoreError
+from ..backends.guard.health import REJECTED
 from ..backends.opening import StorageOpener
 from ..backends.storage import Storage
 from ..cache.break_even import BreakEven, Line, RateEstimator, Route
@@ -53,6 +54,9 @@ _ADVICE: Mapping[str, str] = {
     "deadline": "see whether the server works; it did not answer in time",
     "wrong_credentials": "correct the user and the password or keys; the row above has their source",
     "access_denied": "allow this user to list, read, write and remove below the prefix",
+    "too_large": "raise the limit of the server, or of a proxy before it, for the size of values, or lower page_size",
+    "node_down": "start the nodes that `hicache ctl status` or the log of an engine names",
+    "certificate_expired": "renew the certificate of the server or of this client, or set the clock",
     "tls": "correct ca_file and the certificates; the server's must have the configured name",
     "protocol": "another service listens at this address; correct it",
     "no_bucket": "create the bucket, or correct its name",
@@ -202,8 +206,11 @@ class StoreCheck:
             problem = f"{problem}; " * bool(problem) + f"{counted(measured.left, 'page')} could not be removed"
         if problem:
             advice = next((_ADVICE[kind] for kind in kinds if kind in _ADVICE), "")
-            if "rejected" in problem:
+            if REJECTED in problem:
                 advice = "the store is full, or too small for one page: see its capacity and its volume"
+            causes = [REJECTED, *kinds] if REJECTED in problem else kinds
+            words = (one.explanation(cause) for one in backend.stores for cause in causes)
+            advice = next(filter(None, words), advice).removeprefix("; ")
             if measured.left:
                 advice = f"remove them: hicache purge STORE --namespace {self.namespace.hex()[:12]}"
             return Row(name, Verdict.FAIL, f"{problem} (errors: {', '.join(kinds) or 'none'})", advice, figures)

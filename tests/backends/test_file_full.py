@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.base import SetOutcome
+from hicache.backends.file.system import why_no_room
 from hicache.backends.testing import CORRUPT, HIT, STORED, Subject, load, make_keys, soon, store_chain
 from hicache.backends.tools.removal import trim_stored
 from tests.waiting import wait_for
@@ -28,6 +29,14 @@ def fill_up(folder: Path) -> None:
     with contextlib.suppress(OSError), (folder / "others").open("ab", buffering=0) as file:
         while True:
             file.write(bytes(4096))
+
+
+@pytest.mark.parametrize(("free_inodes", "named"), [(32, "32 free inodes of 2,000"), (1500, "488.3 MiB free of")])
+def test_a_file_system_without_inodes_is_named_as_such(free_inodes: int, named: str) -> None:
+    """The numbers are those of a small volume after a write that failed with ENOSPC."""
+    block = 4096
+    space = os.statvfs_result((block, block, 131_072, 125_000, 125_000, 2000, free_inodes, free_inodes, 0, 255))
+    assert named in why_no_room(space)
 
 
 def test_a_store_that_filled_the_disk_stores_again_after_pages_are_removed(small_disk: Path) -> None:

@@ -14,6 +14,7 @@ import stat
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from ...units import format_size
 from .mounts import file_system_of, mount_id
 
 DIR_MODE = 0o700
@@ -26,6 +27,8 @@ CREATE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEX
 _STEP_FLAGS = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
+# Less than one in so many inodes is few: ext4 has one per 16 KiB, so pages rarely use them up before the space.
+_SCARCE = 20
 # Longer than a machine id, a boot id or the name of a host (64 characters).
 _FACT_CHARS_MAX = 128
 
@@ -39,6 +42,19 @@ def _unless_refused(change_mode: Callable[..., None], *args: Any, **named: Any) 
     except OSError as error:
         if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
             raise
+
+
+def why_no_room(space: os.statvfs_result) -> str:
+    """Return why a file system that said ENOSPC has no room, and after `; ` what to do."""
+    free, size = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+    inodes, all_inodes = space.f_favail, space.f_files
+    # The failed write has freed its inodes again.
+    if inodes * _SCARCE < all_inodes and inodes * size < free * all_inodes:
+        return (
+            f"the file system has {inodes:,} free inodes of {all_inodes:,} (df -i), and {format_size(free)} free; "
+            "remove other files there, lower capacity, or make a file system with more inodes"
+        )
+    return f"the file system has {format_size(free)} free of {format_size(size)}; make room, or use a larger disk"
 
 
 class System:

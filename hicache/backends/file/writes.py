@@ -26,6 +26,7 @@ from .index import Index, IndexDamaged, Totals
 from .pages import FULL_ERRNOS, TMP_DIR, PageFiles, error_name, page_name, remove_page
 from .reconcile import reap
 from .store import FileStore, now_us
+from .system import why_no_room
 
 _log = logging.getLogger(__name__)
 # Each batch is rejected for the same reason until an operator acts.
@@ -229,7 +230,8 @@ class Writes:
             with contextlib.suppress(OSError):
                 if self._stored_bytes is not None:
                     self._capacity.note_full(self._stored_bytes)
-                self.rejection = f"{self.rejection}: {self._capacity.space_left()}; make room, or use a larger disk"
+                space = self._store.system.statvfs(self._store.root_fd)
+                self.rejection = f"{self.rejection}: {why_no_room(space)}"
         if self.rejection is not None:
             path = str(self._store.path)
             _limited_log.warn(path, "file store %s: rejects pages: %s", path, self.rejection)

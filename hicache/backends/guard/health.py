@@ -294,7 +294,19 @@ def _causes() -> dict[str, _Cause]:
 
 
 _RAISED = "raised"  # and `raised_KeyError`
-_CAUSES = _causes()
+_CAUSES = _causes() | {
+    ErrorKind.TOO_LARGE.value: _Cause(
+        "the server, or a proxy before it, limits the size of values, and pages are larger (too_large)",
+        "Raise that limit, or lower page_size",
+    ),
+    ErrorKind.UNAVAILABLE.value: _Cause(
+        "the server cannot work now (unavailable)", "Look at its log; `hicache ctl status` says why a daemon cannot"
+    ),
+    ErrorKind.CERTIFICATE_EXPIRED.value: _Cause(
+        "the certificate of the server, or of this client, has expired or is not valid yet",
+        "Renew it, or set the clock; `hicache doctor` shows the dates of the files of this host",
+    ),
+}
 # The causes that are errors of the operating system or of SQLite, such as EROFS.
 SYSTEM_CAUSES = frozenset(filter(str.isupper, _CAUSES))
 _OTHER = _Cause("its calls fail ({cause})", "docs/backends explains the errors of each store; the log may say more")

@@ -13,6 +13,7 @@ A channel belongs to one call at a time and has no lock.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import select
 import socket
@@ -164,7 +165,7 @@ class Channel:
                 self._send_gathered(parts, deadline)
             return
         except OSError as error:
-            failure = self._broken_by(error, deadline)
+            failure = self._last_words(error, deadline) or self._broken_by(error, deadline)
         # Outside the handler: the chain of exceptions must not hold the TLS library's text, which quotes host names.
         raise failure
 
@@ -195,6 +196,19 @@ class Channel:
             limit = _TIMEVAL.pack(int(wait_s), max(1, int(wait_s % 1 * 1e6)))
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+
+    def _last_words(self, error: OSError, deadline: float) -> StoreError | None:
+        """Return the error reply that the server sent before it closed the connection, None without: it may have closed
+        because a value is too large. Closes the connection."""
+        found = None
+        if isinstance(error, ConnectionError | ssl.SSLError):
+            with contextlib.suppress(StoreError):
+                for _ in range(self._owed):
+                    line = self._line(_BUFFER_BYTES, deadline)
+                    if line.startswith(b"-"):
+                        found = ErrorReply(line[1:]).failure
+        self.close()
+        return found
 
     def _broken_by(self, error: OSError, deadline: float) -> StoreError:
         self.close()

@@ -29,7 +29,7 @@ from ..pages import PageReads, PageWrites
 from .batches import Reads, Writes
 from .channel import Channel, Reply
 from .connect import Connector
-from .errors import ErrorReply, unavailable
+from .errors import FULL, ErrorReply, explanation, unavailable
 from .options import Access, open_access
 from .pipeline import YES, RedisContext, StoredValue, exists, failures, flags, unlink, unlink_same
 from .pool import Pool, Pools, Purpose
@@ -111,6 +111,7 @@ class RedisDriver:
                 f"redis: a page of {codec.frame_bytes} bytes is longer than a Redis string can be; lower page_size"
             )
         self.options = instance("options", options, RedisStorageOptions)
+        self.rejection: str | None = None  # see ExplainsRejections
         page = b"" if codec is None else f"{options.key_prefix}{codec.namespace.hex()}:{bytes(32).hex()}".encode()
         self._access, self._pools, router = open_servers(options, page, clock)
         shards = len(router.routes(clock()).shards)
@@ -138,6 +139,7 @@ class RedisDriver:
     def write(self, pages: PageWrites) -> None:
         """See Driver. A page whose reply was lost is ERROR, although it may be stored."""
         Writes(self._context, pages).run()
+        self.rejection = FULL if pages.is_full else None
 
     def remove(
         self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[StoredValue] | None = None
@@ -218,6 +220,10 @@ class RedisDriver:
             self._context.router.note(failure.kind, None)
             failure.explanation = str(unavailable(failure, self._access.where))
             raise
+
+    def explanation(self, kind: str) -> str:
+        """See ExplainsErrors."""
+        return explanation(kind)
 
     def incidents(self) -> Incidents:
         """See HasIncidents."""

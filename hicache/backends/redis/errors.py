@@ -51,6 +51,8 @@ _ADVICE: Mapping[str, str] = {
     ErrorKind.DNS: "the host name cannot be resolved; correct it, or check the DNS",
     ErrorKind.TLS: "the TLS handshake failed; check rediss:// against redis://, tls_ca_file, the name in the "
     "certificate, and tls_cert_file, which most servers with TLS require",
+    ErrorKind.CERTIFICATE_EXPIRED: "the server's certificate, or the one in tls_cert_file, has expired or is not valid "
+    "yet; renew it, or set the clock",
     ErrorKind.CONNECTION_LOST: "it closed the connection; check that it is a Redis server, redis:// against rediss://, "
     "and tls_cert_file, which most servers with TLS require",
     ErrorKind.PROTOCOL: "the reply is not from a Redis server; correct the address",
@@ -66,8 +68,19 @@ _ADVICE: Mapping[str, str] = {
     ErrorKind.FOREIGN_ADDRESS: "a server names a node outside `allowed_nodes` or the known cluster; allow that node if "
     "it is yours; otherwise do not trust that server",
     ErrorKind.NO_PRIMARY: "no sentinel knows a primary of that name; check `service` and the sentinels",
+    ErrorKind.TOO_LARGE: "it, or a proxy before it, limits the size of values, and pages are larger; raise "
+    "proto-max-bulk-len (of a managed server, its own limit), or lower page_size",
+    ErrorKind.READ_ONLY: "it is a replica; give the address of the primary, or use `sentinels` or `cluster`",
+    ErrorKind.CANNOT_PERSIST: "it rejects writes because it cannot save a snapshot (MISCONF); disable snapshots "
+    "(save \"\"), or give its disk room",
+    ErrorKind.TOO_FEW_REPLICAS: "it has too few replicas to accept writes; start them, or lower min-replicas-to-write",
     ErrorKind.NO_THREAD: "this machine cannot start a thread; raise the limit on threads of the user or the container",
 }
+# Why a server rejects pages (OOM).
+FULL = (
+    "it has reached maxmemory and evicts no pages; set maxmemory-policy allkeys-lru (volatile-* evicts only pages with "
+    "a `ttl` or `max_age`), or raise maxmemory"
+)
 _NO_ADVICE = "check the server's log"
 # Error replies whose code does not say enough, by their text, for some after "ERR".
 _TEXTS: tuple[tuple[bytes, ErrorKind], ...] = (
@@ -75,6 +88,7 @@ _TEXTS: tuple[tuple[bytes, ErrorKind], ...] = (
     (b"invalid password", ErrorKind.WRONG_CREDENTIALS),
     (b"AUTH", ErrorKind.WRONG_CREDENTIALS),
     (b"No such master", ErrorKind.NO_PRIMARY),
+    (b"Protocol error: invalid bulk length", ErrorKind.TOO_LARGE),
     (b"CLUSTERDOWN Hash slot not served", ErrorKind.NODE_DOWN),  # of this page; the cluster may work
 )
 
@@ -111,6 +125,11 @@ def failure_of(error: OSError) -> StoreError:
     # The text of a TLS error may name the host, which a server may have chosen.
     text = str(getattr(error, "verify_message", error.reason)) if isinstance(error, ssl.SSLError) else str(error)
     return StoreError(kind_of_exception(error), text.partition(",")[0])
+
+
+def explanation(kind: str) -> str:
+    """See ExplainsErrors."""
+    return _ADVICE.get(kind, "")
 
 
 def unavailable(failure: StoreError, where: str) -> BackendUnavailable:

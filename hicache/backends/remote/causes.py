@@ -39,6 +39,8 @@ _BY_KIND: Mapping[str, str] = {
 }
 # By OpenSSL's reason; the first match counts.
 _OF_TLS: tuple[tuple[str, str], ...] = (
+    ("verify failed.*(expired|yet valid)", "renew the certificate of the daemon, or set the clock"),
+    ("alert certificate expired", "renew the certificate of this client ({certificate})"),
     ("verify failed", "check {ca}, which must contain the authority of the daemon, and the host in {url}"),
     ("alert certificate required", "the daemon requires a client certificate; set {certificate}"),
     ("alert .*(certificate|unknown ca|decrypt error|handshake failure|access denied)",
@@ -61,7 +63,7 @@ def _advice(error: StoreError, server: Server) -> str:
         if not error.is_explained:
             return _NOT_WORKING if error.status == 503 else _NOT_A_DAEMON
         return _NOT_A_DAEMON if error.is_unknown else ""
-    if error.kind == ErrorKind.TLS:
+    if error.kind in (ErrorKind.TLS, ErrorKind.CERTIFICATE_EXPIRED):
         return next(advice for reason, advice in _OF_TLS if re.search(reason, error.detail))
     if isinstance(error.__cause__, PermissionError):
         return _ANOTHER_USER

@@ -46,7 +46,7 @@ _BY_STATUS: Mapping[int, ErrorKind] = {
     401: ErrorKind.WRONG_CREDENTIALS,
     403: ErrorKind.ACCESS_DENIED,
     409: ErrorKind.CONFLICT,
-    413: ErrorKind.BAD_REQUEST,
+    413: ErrorKind.TOO_LARGE,
     422: ErrorKind.BAD_REQUEST,
     429: ErrorKind.THROTTLED,
     503: ErrorKind.UNAVAILABLE,

@@ -26,7 +26,7 @@ from ..http import PIECE_BYTES
 from ..pages import PageReads, PageWrites
 from ..prefix import search_prefix
 from .client import ObjectInfo
-from .objects import Objects
+from .objects import Objects, explanation
 
 # The time limit for counting a namespace, which takes one request per thousand pages.
 _USAGE_S = 60.0
@@ -164,6 +164,10 @@ class S3Driver:
             pages += 1
             size_bytes += page.bytes
         return Usage(pages, size_bytes, None)
+
+    def explanation(self, kind: str) -> str:
+        """See ExplainsErrors."""
+        return explanation(kind)
 
     def close(self) -> None:
         """See Driver."""

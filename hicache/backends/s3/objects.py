@@ -30,6 +30,8 @@ _ADVICE: dict[str, str] = {
     ErrorKind.TIMEOUT: "no answer came in time; check endpoint_url and the network",
     ErrorKind.UNREACHABLE: "check endpoint_url, proxy and the network",
     ErrorKind.TLS: "the TLS handshake failed; check endpoint_url and ca_file",
+    ErrorKind.CERTIFICATE_EXPIRED: "the certificate of the server has expired or is not valid yet; renew it, or set "
+    "the clock",
     ErrorKind.CONNECTION_LOST: "it closed the connection; check https:// against http:// in endpoint_url, and proxy",
     ErrorKind.BAD_REQUEST: "it does not accept the request; check endpoint_url, its path, and the name of the bucket",
     ErrorKind.PROTOCOL: "the reply is not from an S3 store; check endpoint_url",
@@ -40,6 +42,11 @@ _ADVICE: dict[str, str] = {
     ErrorKind.CLOCK_SKEW: "set the clock of this machine",
     ErrorKind.WRONG_REGION: "set region to the bucket's region",
 }
+
+
+def explanation(kind: str) -> str:
+    """See ExplainsErrors."""
+    return _ADVICE.get(kind, "")
 
 
 def object_name(prefix: str, namespace: bytes, key: bytes) -> str:

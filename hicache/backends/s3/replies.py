@@ -66,6 +66,7 @@ _BY_CODE: Mapping[str, ErrorKind] = {
     "XAmzContentChecksumMismatch": ErrorKind.CHECKSUM,
     "ConditionalRequestConflict": ErrorKind.CONFLICT,
     "OperationAborted": ErrorKind.CONFLICT,
+    "EntityTooLarge": ErrorKind.TOO_LARGE,
     "QuotaExceeded": ErrorKind.NO_SPACE,
     "InsufficientStorage": ErrorKind.NO_SPACE,
     "XMinioStorageFull": ErrorKind.NO_SPACE,
@@ -85,6 +86,7 @@ _BY_STATUS: Mapping[int, ErrorKind] = {
     407: ErrorKind.UNREACHABLE,  # from a proxy
     408: ErrorKind.TIMEOUT,
     409: ErrorKind.CONFLICT,
+    413: ErrorKind.TOO_LARGE,
     429: ErrorKind.THROTTLED,
     500: ErrorKind.SERVER_ERROR,
     501: ErrorKind.UNSUPPORTED,

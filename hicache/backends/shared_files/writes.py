@@ -7,6 +7,7 @@ any thread.
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import itertools
 import secrets
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from ...clock import Clock
 from ...frame import join
 from ..file.pages import FULL_ERRNOS, PageFiles, error_name, make_folder, page_name
-from ..file.system import System
+from ..file.system import System, why_no_room
 from ..pages import SETTLE_S, PageWrites
 from .root import Root, when_settled
 from .threads import AbandonableCalls, Lent
@@ -139,8 +140,11 @@ class Writes:
         """Report a page that could not be written: rejected if the file system or a quota has no room for it."""
         reason = error_name(error)
         if error.errno in FULL_ERRNOS:
-            self.rejection = f"the file system says {reason}: no room, a quota, or mounted read-only; make room, or " \
-                              "lower capacity below the quota"  # fmt: skip
+            why = "no room, a quota, or mounted read-only; make room, or lower capacity below the quota"
+            if error.errno == errno.ENOSPC:
+                with contextlib.suppress(OSError):
+                    why = why_no_room(self._root.call(functools.partial(self._system.statvfs, self._root.fd)))
+            self.rejection = f"{reason}: {why}"
             pages.reject(position, reason)
         else:
             pages.fail(position, reason)

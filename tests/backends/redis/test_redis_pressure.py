@@ -8,6 +8,7 @@ import pytest
 from redis.exceptions import MovedError
 
 from hicache.backends.base import SetOutcome, Usage
+from hicache.backends.errors import ErrorKind
 from hicache.backends.redis import RedisDriver
 from hicache.backends.redis.pipeline import StoredValue
 from hicache.backends.testing import (
@@ -26,7 +27,7 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.frame import HEADER_BYTES
+from hicache.frame import HEADER_BYTES, FrameCodec
 from hicache.lab.devservers import RedisCluster, RedisServer, ValkeyServer
 from tests.waiting import wait_for
 
@@ -50,6 +51,29 @@ def test_a_full_server_rejects_the_tail_and_keeps_the_head() -> None:
         assert load(store, keys[: head + 1]) == [HIT] * head + [MISS]
         # A full store is not an error: with a growing error count, a lookup would count the server as down.
         assert dict(backend.statistics().errors) == {}
+
+
+def test_the_words_about_a_server_that_cannot_evict_and_about_its_acl_are_about_redis() -> None:
+    keys = make_keys(PAGES)
+    full = ValkeyServer(maxmemory_bytes=MEMORY_BYTES, policy="volatile-lru")
+    with full as server, opened(server) as (backend, store):
+        store_chain(store, keys[:1])
+        assert backend.explanation("rejected") == ""
+        assert REJECTED in store_chain(store, keys)
+        what, advice = backend.explanation("rejected").split("; ")
+        assert "maxmemory" in what and "volatile-* evicts only pages with a `ttl` or `max_age`" in advice
+        assert "ACL" in backend.explanation(ErrorKind.ACCESS_DENIED)
+
+
+def test_a_server_that_limits_values_is_quoted_although_it_closes_the_connection() -> None:
+    """It answers while the page is being sent, and closes with a reset. It must not count as unreachable."""
+    codec = FrameCodec(NAMESPACE, 4 << 20)
+    with ValkeyServer(extra_lines=["proto-max-bulk-len 1mb"]) as server, opened(server, codec) as (backend, store):
+        keys = make_keys(3)
+        for _ in range(3):
+            assert store_chain(store, keys) == [SET_ERROR] * 3
+        assert dict(backend.statistics().errors) == {"too_large": 9}
+        assert load(store, keys) == [MISS] * 3
 
 
 def test_one_full_node_of_a_cluster_ends_the_batch_at_its_first_page(own_cluster: RedisCluster) -> None:

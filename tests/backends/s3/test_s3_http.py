@@ -6,6 +6,7 @@ import math
 import os
 import re
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -17,7 +18,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.backends.errors import ErrorKind, StoreError
+from hicache.backends.errors import ErrorKind, StoreError, kind_of_exception
 from hicache.backends.http import Connection, parse_head
 from hicache.backends.refreshed import Refreshed
 from hicache.backends.s3.replies import failed_reply
@@ -174,6 +175,21 @@ def test_a_failure_or_bug_is_raised_and_the_next_request_tries_again(failure: Ex
 @pytest.mark.parametrize(("asked", "seconds"), [("5", 5.0), ("9" * 30, 60.0), ("-5", 0.0), ("1.5", 0.0), ("", 0.0)])
 def test_a_pause_requested_by_the_server_is_limited(asked: str, seconds: float) -> None:
     assert failed_reply(503, "SlowDown", asked).retry_after_s == seconds
+
+
+@pytest.mark.parametrize(("status", "code"), [(413, ""), (400, "EntityTooLarge")])
+def test_a_limit_of_the_size_has_a_kind_of_its_own(status: int, code: str) -> None:
+    assert failed_reply(status, code).kind == ErrorKind.TOO_LARGE
+
+
+@pytest.mark.parametrize("words", [
+    "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: certificate has expired (_ssl.c:1006)",
+    "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: certificate is not yet valid (_ssl.c:1006)",
+    "[SSL: SSLV3_ALERT_CERTIFICATE_EXPIRED] sslv3 alert certificate expired (_ssl.c:1006)",
+])  # fmt: skip
+def test_a_certificate_outside_its_dates_has_a_kind_of_its_own(words: str) -> None:
+    assert kind_of_exception(ssl.SSLError(1, words)) is ErrorKind.CERTIFICATE_EXPIRED
+    assert kind_of_exception(ssl.SSLError(1, "[SSL] certificate verify failed: self-signed")) is ErrorKind.TLS
 
 
 def test_an_unknown_error_code_is_not_shown() -> None:
