@@ -44,8 +44,7 @@ from .tiered import TieredCache, TieredOptions
 @dataclass(frozen=True, slots=True)
 class HostMatch:
     """The result of `lookup`: `pages` pages from the start page on. `loading`: another request is loading one of them,
-    or they are being verified (`integrity.verify`), so the engine should look up again later.
-    """
+    or they are being verified (`integrity.verify`), so the engine should look up again later."""
 
     pages: int
     loading: bool
@@ -54,8 +53,7 @@ class HostMatch:
 @dataclass(slots=True, eq=False)
 class _Request:
     """The state of a request until `abort`: its tree, the length that was decided on with the decision, and whether a
-    load failed.
-    """
+    load failed."""
 
     tree: RadixTree
     decided_pages: int = 0
@@ -67,8 +65,7 @@ class _Request:
 class HostLoad:
     """A handle: the pages of `rid` from `start_page` on are held in `host_pages` (int32, read-only).
 
-    They end at `_node`; `storage_pages` of them came from storage for `_request`.
-    """
+    They end at `_node`; `storage_pages` of them came from storage for `_request`."""
 
     rid: str
     start_page: int
@@ -84,8 +81,7 @@ class HostLoad:
 class HostWrite:
     """A handle: the pages of `rid` from `start_page` on are copied to `host_pages` (int32, read-only).
 
-    They belong to `_key`. `_anchor`, the end of their prefix on L2, is held. `_complete`: all workers have copied.
-    """
+    They belong to `_key`. `_anchor`, the end of their prefix on L2, is held. `_complete`: all workers have copied."""
 
     rid: str
     start_page: int
@@ -150,7 +146,7 @@ class HostCache(TieredCache):
 
     def check_prefetch(self, rid: str, device_pages: int = 0) -> bool:
         """Return True once the prefetch of a request has ended or its time is over, while storage is paused, and if the
-        device has its pages by now. The pages that have arrived by then are on L2."""
+        device has its pages by now."""
         self.caller.called()
         return self._prefetcher.ready(rid, whole("device_pages", device_pages))
 
@@ -171,9 +167,10 @@ class HostCache(TieredCache):
     def lookup(self, rid: str, key: RadixKey, start_page: int = 0, *, own_copy: bool = False) -> HostMatch:
         """Return how many pages of `key` from `start_page` on are on L2; zero if loading them does not pay.
 
-        Marks them as used, and stops the prefetch of the request. Whether a length pays is decided once until the
-        request begins to load, even if it is looked up again; it is not decided while another request is loading one of
-        the pages; with `own_copy`, that does not matter. After a failed load, the result is zero until `abort`.
+        Marks them as used. The prefetch continues until `begin_load`, `begin_write` or `abort`: another lookup may find
+        more. Whether a length pays is decided once until the request begins to load, even if it is looked up again; it
+        is not decided while another request loads one of the pages; with `own_copy`, that does not matter. After a
+        failed load, it is zero until `abort`.
         """
         start_page = whole("start_page", start_page)
         match = self._match(rid, key)
@@ -213,6 +210,7 @@ class HostCache(TieredCache):
         request.decided_pages = 0
         tree.hold_host(node)
         host_pages = _host_pages(tree, node, pages)
+        self._prefetcher.conclude(rid)
         arrived, _ = self._prefetcher.take_arrived(rid)
         span = tracing.begin("load", self._contexts.get(rid), pages=pages)
         load = HostLoad(rid, start_page, host_pages, tree, node, request, min(arrived, pages), span)
@@ -261,6 +259,8 @@ class HostCache(TieredCache):
         start_page = whole("start_page", start_page)
         end_page = self._key_pages(key)
         tree = self.tree
+        self._prefetcher.conclude(rid)
+        self._prefetcher.take_arrived(rid)
         if request is not None and request.tree is not tree:
             return None
         match = tree.match(key)
@@ -319,10 +319,10 @@ class HostCache(TieredCache):
     # Inside
 
     def _match(self, rid: str, key: RadixKey) -> Match:
-        """Match the pages of a request that begins. Pages that have not arrived from storage are computed."""
+        """Match the pages of a request, also those that have arrived from storage so far."""
         self._require_service()
         self.tree.require_fitting(key)
-        self._prefetcher.conclude(instance("rid", rid, str))
+        self._prefetcher.take_so_far(instance("rid", rid, str))
         return self.tree.match(key)
 
     def _request(self, rid: str, key: RadixKey, match: Match, start_page: int) -> _Request:

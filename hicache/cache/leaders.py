@@ -11,7 +11,7 @@ for workers, or for room that other prefetches hold and free, never for a follow
 most `LOOKUPS_MAX` times: once, and again only if its prefix was evicted while it waited for room or was loaded in
 parts. The count restarts when a part extends the arrived prefix, which is progress. A follow ends when that lead ends,
 and a request follows a lead once. So n requests lead and follow a bounded number of times. Each step tries a waiting
-request at most once, and a request waits at most until its `until_s`.
+request at most once, and a request waits at most for its `limit_s`.
 
 Called by the scheduler thread alone; no lock.
 """
@@ -61,24 +61,24 @@ def outcome(found: Lookup, page_size: int) -> str:
     """Return one of `LOOKUP_OUTCOMES`."""
     if found.failed:
         return "failed"
-    if not found.pages:
-        return "miss"
-    return "whole" if found.start_page + found.pages == found.key.pages(page_size) else "part"
+    if found.start_page + found.pages == found.key.pages(page_size):
+        return "whole"
+    if found.pages == len(found.keys):  # it was stopped before it reached a missing page
+        return "unanswered"
+    return "part" if found.pages else "miss"
 
 
 def judge(fetch: Fetch, verdict: Verdict, *, has_ranks: bool) -> None:
-    """Record for followers that the ended operation found too little, unless it timed out or failed, which says nothing
-    about the content of storage.
+    """Record for followers that the ended operation found too little, unless it was stopped or failed, so that it says
+    nothing about the content of storage.
 
     With ranks a failure counts as an empty result, because they agree only on the number of found pages.
     """
     operation = fetch.operation
-    if operation.expired:
-        return
     if isinstance(operation, Read):
         was_stopped = operation.seconds == 0.0  # a worker started it too late
-    else:  # a stopped lookup has not reached a missing page
-        was_stopped = operation.pages == len(operation.keys) and outcome(operation, fetch.tree.page_size) != "whole"
+    else:
+        was_stopped = outcome(operation, fetch.tree.page_size) == "unanswered"
     if has_ranks or not (operation.failed or was_stopped):
         fetch.verdict = verdict
 

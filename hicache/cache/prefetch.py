@@ -9,15 +9,19 @@ Pages that are still being read stay reserved until the read has really ended.
     wait_complete  it waits for all pages that storage has, up to `PREFETCH_S_MAX`
     timeout        it waits for a time that grows with the number of missing pages
 
-The time starts with `start`. A prefetch that cannot start waits (`waiting`) in order of arrival, for an operation or
-while storage is paused. After a sufficient lookup, it waits while other prefetches hold the L2 room that it needs: they
-are reading, or their pages have arrived and their requests have not begun. When no other prefetch holds room, it reads
-as many pages as fit, so a prefetch never waits for room that cannot become free. The rest follows once these pages are
-on L1 (`chunked_prefetch`). A waiting prefetch holds nothing: a request that starts again and waits releases its pages.
+The time starts when the engine first asks (`ready`), and counts in the steps in which it asks: the request could run
+then. It bounds the wait and not the prefetch, which continues until the request begins, also while the device has no
+room. When the time is over, an operation in flight is still awaited until a poll could have seen its end: a late poll
+costs no hits.
 
-A waiting prefetch is cancelled and counted when its request begins. It is not cancelled when its request's time is
-over: the request no longer waits, but until it is scheduled, pages may still arrive. Requests do not wait for paused
-storage: an outage costs hits and no time.
+A prefetch that cannot start waits (`waiting`) in order of arrival, for an operation or while storage is paused. After a
+sufficient lookup, it waits while other prefetches hold the L2 room that it needs: they are reading, or their pages have
+arrived and their requests have not begun. When no other prefetch holds room, it reads as many pages as fit, so a
+prefetch never waits for room that cannot become free. The rest follows once these pages are on L1 (`chunked_prefetch`).
+A waiting prefetch holds nothing: a request that starts again and waits releases its pages.
+
+Requests do not wait for paused storage: an outage costs hits and no time. Storage is also paused if the time of a
+request is over during a long call of the store, without an arrived page.
 
 `prefetch_states` has the states of a prefetch and the moves between them.
 
@@ -30,6 +34,8 @@ Called by the scheduler thread alone; no lock.
 """
 
 from __future__ import annotations
+
+import math
 
 from .. import tracing
 from ..arguments import instance
@@ -83,7 +89,7 @@ class Prefetcher:
         self._leaders = Leaders()
         self._share = PrefetchShare(host, controller)
         self.chunked = ChunkedPrefetch(self._table, self._share)
-        self.wait = Histogram(BOUNDS_S)  # of requests, from `start` until they may begin
+        self.wait = Histogram(BOUNDS_S)  # of requests, from the first `ready` until they may begin
 
     # Requests
 
@@ -108,11 +114,11 @@ class Prefetcher:
             self._controller.refused["prefetch"] += 1
             return False
         self._arrivals += 1
-        now_s, until_s = self._controller.clock(), self._controller.time_s() + self._timeout_s(missing_pages)
+        limit_s = self._limit_s(missing_pages)
         if prefetch is None:
-            self._table.add(prefetch := Prefetch(rid, key, self._arrivals, until_s, now_s, device_pages))
+            self._table.add(prefetch := Prefetch(rid, key, self._arrivals, limit_s, device_pages))
         else:
-            prefetch.ask_again(key, self._arrivals, until_s, now_s, device_pages)
+            prefetch.start_again(key, self._arrivals, limit_s, device_pages)
         prefetch.begin_span(missing_pages, context)
         if leads:
             self._lead(prefetch, match)
@@ -121,7 +127,7 @@ class Prefetcher:
             self._table.move(prefetch, State.QUEUED if leader is None else State.FOLLOWING, leader)
         return True
 
-    def _timeout_s(self, missing_pages: int) -> float:
+    def _limit_s(self, missing_pages: int) -> float:
         if self._config.policy != "timeout":
             return PREFETCH_S_MAX
         tokens = missing_pages * self._trees.current.page_size
@@ -133,28 +139,38 @@ class Prefetcher:
         if prefetch is None:
             return True
         prefetch.device_pages = device_pages
-        if self._config.policy != "best_effort" and self._is_awaited(prefetch):
-            return False
+        if self._config.policy != "best_effort":
+            prefetch.count_time(self._controller)
+            if self._is_awaited(prefetch):
+                return False
+            if prefetch.waits and self._hangs(prefetch):
+                self._gate.failed(Direction.READ)  # the next requests should not wait for it
         self._note_wait(prefetch)
         return True
 
     def _note_wait(self, prefetch: Prefetch) -> None:
         """Record the wait of the request, if it was waiting."""
-        if prefetch.asked_s is not None:
-            self.wait.add(self._controller.clock() - prefetch.asked_s)
-            prefetch.asked_s = None
+        if prefetch.waits:
+            self.wait.add(prefetch.waited_s)
+            prefetch.waits = False
 
     def _is_awaited(self, prefetch: Prefetch) -> bool:
         """Return True if the request waits for pages that are, or can be, in flight."""
-        if prefetch.end_page(self._trees.current.page_size) - prefetch.device_pages < self._share.pages_min:
-            return False
-        if prefetch.state in IN_FLIGHT:
-            return prefetch.current.awaited
-        if prefetch.state in NOT_AWAITED:
+        missing_pages = prefetch.end_page(self._trees.current.page_size) - prefetch.device_pages
+        if prefetch.state in NOT_AWAITED or missing_pages < self._share.pages_min:
             return False
         leader = prefetch if prefetch.leader is None else prefetch.leader
-        in_flight = leader.state in (*IN_FLIGHT, State.AWAITING_L1, State.LOADING)
-        return self._controller.time_s() < prefetch.until_s and (in_flight or self._gate.may(Direction.READ))
+        if prefetch.waited_s >= prefetch.limit_s:
+            return leader.state in IN_FLIGHT and not self._controller.had_time(leader.current.polls)
+        return leader.state in (*IN_FLIGHT, State.AWAITING_L1, State.LOADING) or self._gate.may(Direction.READ)
+
+    def _hangs(self, prefetch: Prefetch) -> bool:
+        """Return True if nothing has arrived for a request and a call of the store, its own or one that its operation
+        waits for, has taken most of its time."""
+        if prefetch.state not in IN_FLIGHT or prefetch.current.operation.pages:
+            return False
+        called_s = (one.called_s for one in self._operations if one.storage is self._gate.storage)
+        return self._controller.clock() - min(called_s, default=math.inf) > prefetch.limit_s / 2
 
     def is_active(self, rid: str) -> bool:
         """Return True if a request that has not begun has a prefetch that may still bring pages."""
@@ -171,33 +187,47 @@ class Prefetcher:
     def conclude(self, rid: str) -> None:
         """End the wait of a request that begins: pages that have not arrived from storage are computed."""
         prefetch = self._table.get(rid)
-        if prefetch is not None and (reason := self._stop(prefetch)) is not None:
-            self._skip(reason)
+        if prefetch is not None:
+            if (reason := self._reason_to_begin(prefetch)) is not None:
+                self._skip(reason, prefetch)
+            self._stop(prefetch)
 
-    def _stop(self, prefetch: Prefetch) -> str | None:
-        """Stop a prefetch. Return the reason why it still waited, or None."""
-        self._note_wait(prefetch)
-        reason = None
+    def _reason_to_begin(self, prefetch: Prefetch) -> str | None:
+        """Return the reason why a request that begins lacks pages of its prefetch; None if it does not."""
         if prefetch.state in WAITING:
-            prefetch.outcome = reason = "prefetch_queued" if self._gate.may(Direction.READ) else "prefetch_paused"
+            return "prefetch_queued" if self._gate.may(Direction.READ) else "prefetch_paused"
+        if prefetch.state is State.AWAITING_ROOM:
+            return prefetch.current.lacks
+        if prefetch.state is State.LOOKING_UP:
+            return "prefetch_unanswered"
+        is_cut = prefetch.state is State.READING and self._config.policy != "best_effort"
+        return "prefetch_timeout" if is_cut else None
+
+    def _stop(self, prefetch: Prefetch) -> None:
+        """Stop a prefetch. Pages that have arrived enter the tree."""
+        self._note_wait(prefetch)
+        if prefetch.state in (*WAITING, State.AWAITING_L1):
             self._rest(prefetch)
         elif prefetch.state is State.AWAITING_ROOM:
-            prefetch.outcome = reason = prefetch.current.lacks
             self._end(prefetch)
-        elif prefetch.state is State.AWAITING_L1:
-            self._rest(prefetch)
         elif prefetch.state is State.LOADING:
             self.chunked.stop(prefetch)
         elif prefetch.state in IN_FLIGHT:
-            self._answer(prefetch)
-        return reason
+            self.take_so_far(prefetch.rid)
+            self._cancel(prefetch)
+
+    def take_so_far(self, rid: str) -> None:
+        """Put the pages that have arrived into the tree, before their read has ended. The prefetch goes on."""
+        prefetch = self._table.get(rid)
+        if prefetch is not None and prefetch.state is State.READING:
+            self._take(prefetch)
 
     def cancel_all(self) -> None:
         """Stop all prefetches; their pages no longer enter the tree."""
         for prefetch in self._table.of(State.FOLLOWING):  # first, so that no leader releases them
             self._rest(prefetch)
         for prefetch in self._table.all():
-            prefetch.asked_s = None
+            prefetch.waits = False
             if prefetch.state in IN_FLIGHT:
                 self._cancel(prefetch)
             else:
@@ -207,12 +237,11 @@ class Prefetcher:
 
     def take_arrived(self, rid: str) -> tuple[int, int]:
         """Forget the prefetch of a request that begins, or will not. Return how many of its pages came from storage: to
-        L2, and on to L1. They were held until now, so that they were not evicted before their first use.
-
-        REQUIRES: `conclude`, if the request begins.
+        L2, and on to L1. They were held until now, so that they were not evicted before their first use. Does nothing
+        while more may arrive. REQUIRES: `conclude`, if the request begins.
         """
         prefetch = self._table.get(rid)
-        if prefetch is None:
+        if prefetch is None or self.is_active(rid):
             return 0, 0
         pages = self._share.take(prefetch)
         self._table.remove(prefetch)
@@ -227,8 +256,11 @@ class Prefetcher:
         prefetch = self._operations.pop(found)
         fetch = prefetch.current
         self._counters.lookups[outcome(found, fetch.tree.page_size)] += 1
-        reason = self._reason_against(prefetch, found)
-        if reason is not None:
+        if prefetch.state is State.CANCELLED:
+            if found.failed:
+                self._note_store(found, works=False)
+            self._end(prefetch)
+        elif (reason := self._reason_against(prefetch, found)) is not None:
             self._drop(prefetch, found, reason)
         elif self._table.count(State.AWAITING_ROOM):
             self._wait_for_room(prefetch, "prefetch_host_share")
@@ -240,7 +272,7 @@ class Prefetcher:
         prefetch = self._operations.pop(read)
         fetch = prefetch.current
         if prefetch.state is State.READING:
-            self._take(prefetch, read, read.pages)
+            self._take(prefetch)
             if fetch.taken_pages == 0:  # the lookup may have found more
                 verdict = Verdict("prefetch_hit_too_short", fetch.start_page)
                 judge(fetch, verdict, has_ranks=self._controller.has_ranks)
@@ -269,16 +301,6 @@ class Prefetcher:
             return False
         prefetch.note_arrival(fetch.start_page + fetch.taken_pages)
         return prefetch.may_look_up or self._skip("prefetch_host_share", prefetch)
-
-    def expired(self, operation: Lookup | Read) -> None:
-        """Handle the timeout of a prefetch: end the wait of its request. Call it after `found` and `ended`."""
-        prefetch = self._operations.get(operation)
-        if prefetch is None or prefetch.state is State.CANCELLED or not prefetch.current.awaited:
-            return
-        self._skip("prefetch_timeout", prefetch)
-        self._answer(prefetch)
-        if prefetch.current.taken_pages == 0:
-            self._note_store(operation, works=False)  # it may hang; the next requests should not wait for it
 
     def start_waiting(self) -> None:
         """Start waiting work that may start now: copies to L1, reads in the order of their lookups, then lookups in
@@ -336,25 +358,15 @@ class Prefetcher:
     def _lead(self, prefetch: Prefetch, match: Match) -> None:
         tree = self._trees.current
         prefetch.lookups += 1
-        timeout_s, awaited = self._time_left(prefetch, prefetch.key.pages(tree.page_size) - match.pages)
         lookup = self._controller.submit_lookup(
-            prefetch.key, start_page=match.pages, prior=tree.prior(match.node), timeout_s=timeout_s,
+            prefetch.key, start_page=match.pages, prior=tree.prior(match.node), call_s=prefetch.limit_s,
             context=tracing.under(prefetch.span),
         )  # fmt: skip
-        prefetch.fetch = fetch = Fetch(lookup, match.pages, match.pages, tree, awaited)
-        fetch.hold(match)
+        prefetch.fetch = fetch = Fetch(lookup, match.pages, match.pages, tree, self._controller.polls)
+        fetch.hold_end(match)
         self._operations[lookup] = prefetch
         self._leaders.add(prefetch, match)
         self._table.move(prefetch, State.LOOKING_UP)
-
-    def _time_left(self, prefetch: Prefetch, missing_pages: int) -> tuple[float, bool]:
-        """Return how long an operation may take, and whether the request waits for it. If the request does not wait,
-        the time is that of a new request.
-        """
-        left_s = prefetch.until_s - self._controller.time_s()
-        if self._config.policy == "best_effort" or left_s <= 0:
-            return self._timeout_s(missing_pages), False
-        return left_s, True
 
     # Reading
 
@@ -362,14 +374,11 @@ class Prefetcher:
         """Return the reason not to read the found pages; None if they are read as soon as there is room."""
         fetch, pages = prefetch.current, min(found.pages, self._share.pages_max)
         pages_min = self._share.pages_min + (device_pages := prefetch.device_pages_from(found.start_page))
-        if prefetch.state is State.CANCELLED:
-            return "prefetch_too_late"
         if found.failed:
             return "prefetch_failed"
-        if found.expired and fetch.awaited:
-            return "prefetch_timeout"
         if found.pages < pages_min:
-            return "prefetch_hit_too_short"
+            is_cut = outcome(found, fetch.tree.page_size) == "unanswered"
+            return "prefetch_unanswered" if is_cut else "prefetch_hit_too_short"
         if pages < pages_min:
             return "prefetch_host_share"
         pays = self._break_even.decide(Route.PREFETCH, (pages - device_pages) * fetch.tree.page_size, pages).go
@@ -389,7 +398,7 @@ class Prefetcher:
             return
         has_waited = fetch.anchor is None
         if has_waited:
-            fetch.hold(fetch.tree.match(prefetch.key))
+            fetch.hold_end(fetch.tree.match(prefetch.key))
         skip_pages = fetch.start_page - fetch.asked_page
         rest_pages = found.pages - skip_pages
         pages_min = share.pages_min + prefetch.device_pages_from(fetch.start_page)
@@ -405,7 +414,7 @@ class Prefetcher:
             self._drop(prefetch, found, "prefetch_host_share")
         elif (host_pages := share.reserve(pages, pages_min, all_of_them=may_wait, again=has_waited)) is not None:
             fetch.wanted_pages = rest_pages
-            self._read(prefetch, found, host_pages, has_waited=has_waited)
+            self._read(prefetch, found, host_pages)
         elif may_wait or not self._controller.idle:  # operations in flight also hold room on L2
             self._wait_for_room(prefetch, "prefetch_no_host_room")
         else:
@@ -418,13 +427,11 @@ class Prefetcher:
         if prefetch.state is not State.AWAITING_ROOM:
             self._table.move(prefetch, State.AWAITING_ROOM)
 
-    def _read(self, prefetch: Prefetch, found: Lookup, host_pages: PageIds, *, has_waited: bool) -> None:
-        fetch, timeout_s = prefetch.current, None
-        if has_waited:
-            timeout_s, fetch.awaited = self._time_left(prefetch, len(host_pages))
+    def _read(self, prefetch: Prefetch, found: Lookup, host_pages: PageIds) -> None:
+        fetch = prefetch.current
         skip_pages = fetch.start_page - fetch.asked_page
-        read = self._controller.submit_read(found, host_pages, skip_pages=skip_pages, timeout_s=timeout_s)
-        fetch.operation = read
+        fetch.operation = read = self._controller.submit_read(found, host_pages, skip_pages=skip_pages)
+        fetch.polls = self._controller.polls
         self._operations[read] = prefetch
         self._table.move(prefetch, State.READING)
 
@@ -435,22 +442,13 @@ class Prefetcher:
         self._skip(reason, prefetch)
         verdict = Verdict(reason, found.start_page + found.pages)
         judge(prefetch.current, verdict, has_ranks=self._controller.has_ranks)
-        if found.failed or reason == "prefetch_timeout":
-            self._note_store(found, works=False)
-        elif prefetch.state is not State.CANCELLED:
-            self._note_store(found, works=True)
+        self._note_store(found, works=not found.failed)
         self._end(prefetch)
 
     def _note_store(self, operation: Lookup | Read, *, works: bool) -> None:
         """Notify the gate of the result of an operation, unless its store has been replaced since."""
         if operation.storage is self._gate.storage:
             (self._gate.succeeded if works else self._gate.failed)(Direction.READ)
-
-    def _answer(self, prefetch: Prefetch) -> None:
-        """Let the request begin with the pages that have arrived, before the operation has returned."""
-        if isinstance(read := prefetch.current.operation, Read):
-            self._take(prefetch, read, read.pages)
-        self._cancel(prefetch)
 
     def _cancel(self, prefetch: Prefetch) -> None:
         self._controller.cancel_prefetch(prefetch.current.operation)
@@ -469,20 +467,22 @@ class Prefetcher:
             else:
                 self._table.move(follower, State.QUEUED)
 
-    def _take(self, prefetch: Prefetch, read: Read, arrived: int) -> None:
-        """Put the first `arrived` pages, which are read and verified, into the tree."""
+    def _take(self, prefetch: Prefetch) -> None:
+        """Put the pages that have been read and verified since the last call into the tree, and hold their end."""
         fetch = prefetch.current
-        fetch.taken_pages = arrived
-        prefetch.arrived_pages += arrived
-        if arrived == 0:
+        read, taken = fetch.operation, fetch.taken_pages
+        if not isinstance(read, Read) or (arrived := read.pages - taken) == 0:
             return
+        fetch.taken_pages = read.pages
+        prefetch.arrived_pages += arrived
         node, unused = fetch.tree.insert_host(
-            prefetch.key, fetch.start_page, read.host_pages[:arrived], keys := list(read.keys[:arrived]),
-            stored=self._host.are_in_storage(keys), below=fetch.anchor,
+            prefetch.key, fetch.start_page + taken, read.host_pages[taken : read.pages],
+            keys := list(read.keys[taken : read.pages]), stored=self._host.are_in_storage(keys), below=fetch.anchor,
         )  # fmt: skip
         self._host.commit(arrived, unused)
         if arrived > len(unused):
             self._share.arrive(prefetch, fetch.tree, node, arrived - len(unused))
+        fetch.hold(node)
 
     def _end(self, prefetch: Prefetch) -> None:
         """End a prefetch whose operation has returned, and its lead."""

@@ -17,6 +17,7 @@ Called by the scheduler thread alone; no lock.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 from enum import Enum
@@ -24,7 +25,7 @@ from operator import attrgetter
 from typing import Final, NamedTuple
 
 from .. import tracing
-from ..controller import Load, Lookup, Read
+from ..controller import HiCacheController, Load, Lookup, Read
 from ..errors import InvariantError
 from ..keys import RadixKey
 from ..radix import Match, Node, RadixTree
@@ -113,15 +114,15 @@ class Verdict(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Fetch:
-    """A lookup in storage and the read of the found pages, until the ack of the last operation. `awaited`: its request
-    waits for it.
+    """A lookup in storage and the read of the found pages, until the ack of the last operation, which was submitted
+    after `polls` polls.
     """
 
     operation: Lookup | Read  # the read, once the lookup has found enough and there is room
     asked_page: int  # the first page of the lookup in storage
     start_page: int  # the pages before it are cached; increases if some of the awaited pages arrive
     tree: RadixTree
-    awaited: bool
+    polls: int
     anchor: Node | None = None  # locked while the prefetch is LOOKING_UP or READING
     first_pages: tuple[FirstPages, ...] = field(default=(), repr=False)  # its entries in `Leaders`
     followers: dict[Prefetch, None] = field(default_factory=dict, repr=False)
@@ -130,12 +131,18 @@ class Fetch:
     verdict: Verdict | None = None
     lacks: str = ""  # the reason for missing room, while it waits for room
 
-    def hold(self, match: Match) -> None:
+    def hold_end(self, match: Match) -> None:
         """Hold the end of the prefix, after which the fetch starts or continues. Copies on L2 of pages on L1 are not
         held: for a prompt that is loaded in parts, they make room for the next part.
         """
-        self.anchor, self.start_page = match.node, match.pages
-        self.tree.lock(match.node)
+        self.start_page = match.pages
+        self.hold(match.node)
+
+    def hold(self, node: Node) -> None:
+        """Hold `node`, and end the earlier hold, if any."""
+        self.tree.lock(node)
+        self.release()
+        self.anchor = node
 
     def release(self) -> None:
         """End the hold, if any."""
@@ -146,12 +153,13 @@ class Fetch:
 
 @dataclass(slots=True, eq=False)
 class Prefetch:
-    """The prefetch of a request. It waits at most until `until_s`, in `HiCacheController.time_s`.
+    """The prefetch of a request, which waits for at most `limit_s` and has waited for `waited_s`; `waits` is False once
+    that is recorded. `asked_s` and `asked_polls` are the time and the number of polls when the engine last asked.
 
     Its prompt diverges before `divergence_end_page` from each fruitless leader that it has followed. The pages before
-    `reached_page` have arrived at some time; `lookups` counts since then. `asked_s` is the start of its wait, None once
-    the wait is recorded. `released_pages` have arrived and are not held any more; `promoted_pages` were loaded to L1.
-    An engine with a device cache of its own has the first `device_pages` there.
+    `reached_page` have arrived at some time; `lookups` counts since then. `released_pages` have arrived and are not
+    held any more; `promoted_pages` were loaded to L1. An engine with a device cache of its own has the first
+    `device_pages` there.
 
     `span` lasts from `begin_span` until the prefetch is at rest or CANCELLED; `arrived_pages` and `outcome`, the last
     reason why pages were not read, are for it.
@@ -160,9 +168,12 @@ class Prefetch:
     rid: str
     key: RadixKey
     arrival: int
-    until_s: float
-    asked_s: float | None
+    limit_s: float
     device_pages: int = 0
+    waited_s: float = 0.0
+    waits: bool = True
+    asked_s: float = math.inf
+    asked_polls: int = -1
     state: State = State.NEW
     fetch: Fetch | None = field(default=None, repr=False)
     leader: Prefetch | None = field(default=None, repr=False)  # while FOLLOWING
@@ -180,11 +191,19 @@ class Prefetch:
         """Begin the span of a request that asks for `missing_pages`, below `context`."""
         self.span, self.arrived_pages, self.outcome = tracing.begin("prefetch", context, pages=missing_pages), 0, ""
 
-    def ask_again(self, key: RadixKey, arrival: int, until_s: float, asked_s: float, device_pages: int) -> None:
+    def start_again(self, key: RadixKey, arrival: int, limit_s: float, device_pages: int) -> None:
         """Start a prefetch at rest again for `key`, usually a longer prompt. Pages that have arrived stay its own."""
-        self.key, self.arrival, self.until_s, self.asked_s = key, arrival, until_s, asked_s
-        self.device_pages = device_pages
+        self.key, self.arrival, self.limit_s, self.device_pages = key, arrival, limit_s, device_pages
+        self.waited_s, self.waits, self.asked_s, self.asked_polls = 0.0, True, math.inf, -1
         self.divergence_end_page = self.lookups = self.reached_page = 0
+
+    def count_time(self, now: HiCacheController) -> None:
+        """Count the time between the last ask and the last poll. Of several steps one counts: in the others, the engine
+        did not ask, because the request could not run.
+        """
+        if steps := now.polls - self.asked_polls:
+            self.waited_s += max(0.0, now.polled_s - self.asked_s) / steps
+            self.asked_s, self.asked_polls = now.time_s(), now.polls
 
     def note_arrival(self, end_page: int) -> None:
         """Record that a part up to `end_page` has arrived."""

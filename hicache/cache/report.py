@@ -38,6 +38,7 @@ LIMITS: Mapping[str, str] = {
     "prefetch_no_host_room": "prefetches found no room on the host (host.size)",
     "prefetch_queued": "prefetches were still waiting when their requests began (prefetch.operations_max)",
     "prefetch_timeout": "prefetches took too long (prefetch.timeout_base, or a slow store)",
+    "prefetch_unanswered": "lookups took too long (transfer.lookup_workers, prefetch.timeout_base, or a slow store)",
     "store_gave_way": "stores were dropped to free host memory (host.size, or a slow store)",
     "store_incomplete": "stores were incomplete (the store is full, slow or down)",
     "write_back_dropped": "pages were dropped before they could be written back (host.size)",

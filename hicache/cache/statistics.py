@@ -35,9 +35,9 @@ SKIP_REASONS: Mapping[str, str] = {
     "prefetch_no_host_room": "nothing read: no room on L2",
     "prefetch_paused": "no storage lookup: storage was failing when the request began",
     "prefetch_queued": "no storage lookup: the request began before its turn",
-    "prefetch_timeout": "a prefetch took too long",
-    "prefetch_too_late": "a prefetch was answered too late",
+    "prefetch_timeout": "the request began before all found pages had been read",
     "prefetch_too_short": "no storage lookup: too little is missing",
+    "prefetch_unanswered": "the request began before storage had answered the lookup",
     "store_does_not_pay": "not stored: reading it could never be faster than computing",
     "store_gave_way": "not stored: the page was waiting when L2 had no other room",
     "store_incomplete": "storage did not take all pages",
@@ -47,7 +47,7 @@ SKIP_REASONS: Mapping[str, str] = {
 }
 
 # The outcomes of lookups in storage; each is an entry of `CacheCounters.lookups`.
-LOOKUP_OUTCOMES = ("whole", "part", "miss", "failed")
+LOOKUP_OUTCOMES = ("whole", "part", "miss", "unanswered", "failed")
 # The reasons for which a session released its KV: the keys of `SessionStatistics.released`.
 RELEASE_REASONS = ("closed", "diverged", "dropped", "expired", "not_shared", "pressure")
 

@@ -323,8 +323,6 @@ class TieredCache:
             self._prefetcher.ended(read)
         for found in acks.found:
             self._prefetcher.found(found)
-        for operation in acks.expired:
-            self._prefetcher.expired(operation)
 
     def _note_uses(self, rid: str | None, key: RadixKey, pages: int, *, begins: bool = False) -> UseHistory:
         """Count a request as a user of the first `pages` pages of `key`, once for each page; see `UseMemory`."""

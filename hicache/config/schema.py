@@ -138,7 +138,7 @@ class PrefetchConfig(Section):
         default="timeout",
         description="How long a request waits for its pages from storage, whose arrived part it uses. `best_effort`: "
         "not at all. `wait_complete`: for all pages, at most a minute. `timeout`: for `timeout_base` plus "
-        "`timeout_per_1024_tokens`.",
+        "`timeout_per_1024_tokens`. The time counts while the request could run; reads continue until it begins.",
     )
     threshold_tokens: Count = Field(
         default=256, ge=1, le=1 << 30,
@@ -147,7 +147,8 @@ class PrefetchConfig(Section):
     )
     timeout_base: PositiveDuration = Field(
         default=1.0,
-        description="Time limit of a read. Longer gains hits on slow stores, but costs time to first token.",
+        description="Time limit of the wait, and of one call of the store. Longer gains hits on slow stores, but costs "
+        "time to first token.",
     )
     timeout_per_1024_tokens: Duration = Field(
         default=0.25,

@@ -8,7 +8,7 @@ through a MIN all-reduce, and acts on the previous result. Each number is chosen
     leading copies ended                   ended on all ranks; copies of a direction end in the order of their launch
     a store: 0 running, 1 failed, 2 stored running on a rank; else failed on a rank; else stored on all ranks
     a prefetch: pages                      the shorter prefix
-    a prefetch: ended, in time             ended on all ranks; late if it is late on one rank
+    a prefetch: ended                      ended on all ranks
     healthy                                not healthy if one rank is not
     storage: opened, read, write           not open, or closed in a direction, if it is so on one rank
     time, rates                            the earliest time, the smallest measurement
@@ -43,9 +43,6 @@ from .statistics import RankStatistics
 STORE_PLACES = 64
 # Counters that are equal on all ranks, unless the ranks have decided differently.
 COUNTERS = ("writes", "loads", "stores", "prefetches", "free host pages")
-# Backends start no page after the deadline but finish the pages in flight. Without this time, a request would proceed
-# just before its last batch of up to a hundred pages arrives.
-PREFETCH_GRACE_S = 0.05
 
 
 class StoreProgress(enum.IntEnum):
@@ -62,7 +59,6 @@ class PrefetchProgress(NamedTuple):
     operation: Lookup | Read
     ended: bool
     pages: int  # found by an ended lookup, or read so far
-    in_time: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,11 +75,10 @@ class Progress:
     stores: Sequence[tuple[Store, StoreProgress]] = ()
 
 
-def prefetch_progress(prefetches: Iterable[Lookup | Read], time_s: float) -> list[PrefetchProgress]:
-    """Return the state of each prefetch on this rank at `time_s`. Reads `ended` before the pages, because the pages of
-    an ended prefetch do not change."""
-    late_s = time_s - PREFETCH_GRACE_S
-    return [PrefetchProgress(one, one.ended, one.pages_here, late_s < one.deadline) for one in prefetches]
+def prefetch_progress(prefetches: Iterable[Lookup | Read]) -> list[PrefetchProgress]:
+    """Return the state of each prefetch on this rank. Reads `ended` before the pages, because the pages of an ended
+    prefetch do not change."""
+    return [PrefetchProgress(one, one.ended, one.pages_here) for one in prefetches]
 
 
 def store_progress(store: Store, *, elsewhere: bool) -> StoreProgress:
@@ -123,8 +118,8 @@ class Agreement:
         for name in COUNTERS:
             numbers += [counts[name], -counts[name]]
         for prefetch in prefetches:
-            numbers += [int(prefetch.ended), prefetch.pages, int(prefetch.in_time)]
-        numbers += [0, 0, 0] * (self._prefetch_places - len(prefetches))
+            numbers += [int(prefetch.ended), prefetch.pages]
+        numbers += [0, 0] * (self._prefetch_places - len(prefetches))
         numbers += [state for _, state in stores]
         numbers += [0] * (STORE_PLACES - len(stores))
         self._group.start(np.array(numbers, dtype=np.int64))
@@ -149,7 +144,7 @@ class Agreement:
         healthy, opened, read, write, time_ms, writes_done, loads_done = itertools.islice(numbers, 7)
         rates = tuple(itertools.islice(numbers, self._rates))
         self._require_equal_counters(list(itertools.islice(numbers, 2 * len(COUNTERS))))
-        places = list(itertools.islice(numbers, 3 * self._prefetch_places))
+        places = list(itertools.islice(numbers, 2 * self._prefetch_places))
         return Progress(
             healthy=healthy == 1,
             storage=Readiness(opened, read == 1, write == 1),
@@ -158,7 +153,7 @@ class Agreement:
             loads_done=loads_done,
             rates=rates,
             prefetches=[
-                PrefetchProgress(prefetch, places[3 * i] == 1, places[3 * i + 1], places[3 * i + 2] == 1)
+                PrefetchProgress(prefetch, places[2 * i] == 1, places[2 * i + 1])
                 for i, prefetch in enumerate(prefetches)
             ],
             stores=[(store, StoreProgress(state)) for store, state in zip(stores, numbers, strict=False)],

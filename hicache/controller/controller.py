@@ -18,7 +18,7 @@ With ranks (see `agreement`), `poll` acknowledges operations that have ended on 
 ranks decide identically. Time, measurements and readiness of storage are also agreed on, and latched once per step.
 `gate` decides whether storage may be used; callers check it before they submit a lookup or a store.
 
-The module is long because it is one thing: all queues have the same rules for bounds, acks and agreement, and `poll`
+Longer than 500 lines because it is one thing: all queues have the same rules for bounds, acks and agreement, and `poll`
 and `report` handle all of them. A class for each direction would forward every call.
 
 Locking design: the scheduler thread makes every call of this class, except for `read_apart` (see `StorageExecutor`),
@@ -48,7 +48,6 @@ from ..tiers import CopyEngine, FailedTransfer, Fence, HostPool, JoinedTransfer,
 from ..types import PageIds, concat
 from .agreement import (
     COUNTERS,
-    PREFETCH_GRACE_S,
     STORE_PLACES,
     Agreement,
     Progress,
@@ -63,7 +62,7 @@ from .storage import StorageExecutor
 
 # With several ranks, queued stores cannot be cancelled to free L2, so a larger share would cost hits.
 STORE_HOST_SHARE_OF_RANKS = 0.25
-# A longer wait is not worth it for a prefetch of any length.
+# The time of an operation of a prefetch, and the longest that a request waits for one.
 PREFETCH_S_MAX = 60.0
 
 
@@ -98,7 +97,8 @@ class HiCacheController:
         self.refused: Counter[str] = Counter()
         self.clock = clock
         self._started_s = clock()
-        self._agreed_s = 0.0
+        self.polls = 0
+        self.polled_s = self._started_s if ranks is None else 0.0
         self._copies = copies
         self.fences = Fences()
         self._backups: list[Backup] = []
@@ -121,8 +121,15 @@ class HiCacheController:
             self._agreement = Agreement(ranks, prefetch_places=config.prefetch.operations_max, rates=rates)
 
     def time_s(self) -> float:
-        """Return monotonic seconds. With ranks: the seconds since start that have passed on all ranks in this step."""
-        return self.clock() if self._agreement is None else self._agreed_s
+        """Return monotonic seconds. With ranks: the seconds since start that have passed on all ranks in this step.
+
+        `polled_s` is this time at the last poll, and `polls` is the number of polls.
+        """
+        return self.clock() if self._agreement is None else self.polled_s
+
+    def had_time(self, polls: int) -> bool:
+        """Return True if the acks would have an operation that was submitted after so many polls and ended at once."""
+        return self.polls - polls > self.has_ranks
 
     @property
     def has_ranks(self) -> bool:
@@ -235,30 +242,32 @@ class HiCacheController:
     # L3
 
     def submit_lookup(
-        self, key: RadixKey, *, start_page: int, prior: bytes | PageChain, timeout_s: float,
+        self, key: RadixKey, *, start_page: int, prior: bytes | PageChain, call_s: float,
         context: tracing.Context | None = None,
     ) -> Lookup:  # fmt: skip
-        """Look up how many pages of `key` from `start_page` on storage has. `timeout_s` also bounds a later read;
-        `context` is the parent of the spans of both.
+        """Look up how many pages of `key` from `start_page` on storage has. `call_s` limits each call of the store,
+        also of a later read; `context` is the parent of the spans of both.
 
         REQUIRES: the gate is open for reads, and fewer prefetches than `operations_max` are in flight.
         """
-        deadline = self.clock() + min(timeout_s, PREFETCH_S_MAX)
-        lookup = Lookup(key, start_page, prior, storage=self.gate.enter(), deadline=deadline, context=context)
+        lookup = Lookup(
+            key, start_page, prior, storage=self.gate.enter(), deadline=self.clock() + PREFETCH_S_MAX, call_s=call_s,
+            context=context,
+        )  # fmt: skip
         self._prefetches[lookup] = None
         self._submitted["prefetches"] += 1
         self._storage.submit(lookup)
         return lookup
 
-    def submit_read(self, found: Lookup, pages: PageIds, skip_pages: int = 0, timeout_s: float | None = None) -> Read:
-        """Read found pages, after the first `skip_pages`, into the L2 pages `pages`, within `timeout_s` or the rest of
-        the lookup's time. REQUIRES: the storage of the lookup is in use.
+    def submit_read(self, found: Lookup, pages: PageIds, skip_pages: int = 0) -> Read:
+        """Read found pages, after the first `skip_pages`, into the L2 pages `pages`. REQUIRES: the storage of the
+        lookup is in use.
         """
         keys = found.keys[skip_pages : skip_pages + len(pages)]
-        deadline = found.deadline if timeout_s is None else self.clock() + min(timeout_s, PREFETCH_S_MAX)
         read = Read(
-            keys, pages, storage=self.gate.enter(), codec=self.host_codec, deadline=deadline, context=found.context
-        )
+            keys, pages, storage=self.gate.enter(), codec=self.host_codec, deadline=self.clock() + PREFETCH_S_MAX,
+            call_s=found.call_s, context=found.context,
+        )  # fmt: skip
         self._prefetches[read] = None
         self.read_pages += len(pages)
         self._storage.submit(read)
@@ -312,11 +321,13 @@ class HiCacheController:
         Never blocks without ranks. With ranks, waits for the slowest if it is a step behind, and raises RankError.
         """
         self._storage.supervise()
+        self.polls += 1
         if self._agreement is None:
+            self.polled_s = self.clock()
             return self._poll_alone()
         agreed = self._agreement.result()
         acks = Acks()
-        self._agreed_s = max(self._agreed_s, agreed.time_ms / 1000)
+        self.polled_s = max(self.polled_s, agreed.time_ms / 1000)
         self.gate.settle(agreed.storage)
         self.rates = agreed.rates
         if not agreed.healthy and self._fault is None:
@@ -340,9 +351,8 @@ class HiCacheController:
         for operation in self._storage.drain():
             if isinstance(operation, Store):
                 self._take_store(operation, store_progress(operation, elsewhere=not self.stores_pages), acks)
-        late_s = self.clock() - PREFETCH_GRACE_S
         for prefetch in list(self._prefetches):
-            self._take_prefetch(acks, prefetch, prefetch.ended, prefetch.pages_here, late_s < prefetch.deadline)
+            self._take_prefetch(acks, prefetch, prefetch.ended, prefetch.pages_here)
         return acks if acks.any else None
 
     def report(self, rates: tuple[int, ...] = ()) -> None:
@@ -365,7 +375,7 @@ class HiCacheController:
             writes_done=backups,
             loads_done=loads,
             rates=rates,
-            prefetches=prefetch_progress(self._prefetches, self.clock()),
+            prefetches=prefetch_progress(self._prefetches),
             stores=[
                 (store, store_progress(store, elsewhere=not self.stores_pages))
                 for store in islice(self._stores, STORE_PLACES)
@@ -407,10 +417,7 @@ class HiCacheController:
             acks.fault = self._fault = transfer.error
         return self._fault is None
 
-    def _take_prefetch(self, acks: Acks, operation: Lookup | Read, ended: bool, pages: int, in_time: bool) -> None:
-        if not (in_time or operation.expired):
-            operation.expired = True
-            acks.expired.append(operation)
+    def _take_prefetch(self, acks: Acks, operation: Lookup | Read, ended: bool, pages: int) -> None:
         operation.pages = pages
         if not ended:
             return

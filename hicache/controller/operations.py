@@ -9,6 +9,7 @@ reference. Fields written by a worker are final once the operation has returned 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -95,9 +96,10 @@ class _StorageOperation:
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Prefetch(_StorageOperation):
     deadline: float  # monotonic; no batch starts after it
+    call_s: float = math.inf  # a limit of each call of the store, below that of the configuration
     context: tracing.Context | None = None  # the parent of its span
     cancelled: bool = False  # scheduler; the worker stops at the next batch
-    expired: bool = False  # scheduler: past its deadline on some rank
+    called_s: float = math.inf  # worker: when its call of the store began, infinite while none is in flight
     pages: int = 0  # scheduler: number of pages present on all ranks; never decreases
 
 
@@ -157,7 +159,6 @@ class Acks:
     loaded: list[Load] = field(default_factory=list)
     failed_backups: list[Backup] = field(default_factory=list)
     failed_loads: list[Load] = field(default_factory=list)
-    expired: list[Lookup | Read] = field(default_factory=list)  # past the deadline on some rank; they still run
     found: list[Lookup] = field(default_factory=list)
     read: list[Read] = field(default_factory=list)
     stored: list[Store] = field(default_factory=list)
@@ -169,6 +170,6 @@ class Acks:
     def any(self) -> bool:
         """True if it is not empty."""
         return bool(
-            self.written or self.loaded or self.expired or self.found or self.read or self.stored or self.lost
+            self.written or self.loaded or self.found or self.read or self.stored or self.lost
             or self.failed_backups or self.failed_loads or self.fault
         )  # fmt: skip

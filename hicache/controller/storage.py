@@ -186,7 +186,9 @@ class StorageExecutor:
             keys = lookup.key.page_keys(page_size, prior, start, min(start + batch, pages))
             prior = keys[-1]
             lookup.keys += keys
-            found = storage.backend.batch_exists(keys, deadline=self._deadline(lookup.deadline))
+            lookup.called_s = self._clock()
+            found = storage.backend.batch_exists(keys, deadline=self._deadline(lookup.called_s + lookup.call_s))
+            lookup.called_s = math.inf
             if type(found) is not int or not 0 <= found <= len(keys):
                 raise BackendError(f"the backend reports {found!r} of {len(keys)} pages as stored")
             lookup.hit_pages += found
@@ -207,9 +209,10 @@ class StorageExecutor:
             beat()
             keys = read.keys[start : start + batch]
             frames = self._host.frames(read.host_pages[start : start + batch])
-            began = self._clock()
-            outcomes = backend.batch_get(keys, frames, deadline=self._deadline(read.deadline))
-            read.seconds += self._clock() - began
+            read.called_s = began_s = self._clock()
+            outcomes = backend.batch_get(keys, frames, deadline=self._deadline(began_s + read.call_s))
+            read.called_s = math.inf
+            read.seconds += self._clock() - began_s
             _require_outcomes(outcomes, GetOutcome, len(keys))
             hits = 0
             # A hit counts only if the frame contains the page: the backend may not have filled it.
@@ -322,9 +325,9 @@ class StorageExecutor:
         until_s = min(prefetch.deadline, prefetch.storage.until[Direction.READ])
         return prefetch.cancelled or self._clock() >= until_s
 
-    def _deadline(self, operation_deadline: float = math.inf) -> float:
-        """Return the deadline of a call that begins now."""
-        return min(operation_deadline, self._clock() + self._config.storage_deadline)
+    def _deadline(self, until_s: float = math.inf) -> float:
+        """Return the deadline of a call that begins now, `until_s` at most."""
+        return min(until_s, self._clock() + self._config.storage_deadline)
 
 
 def _fail(operation: Operation) -> None:

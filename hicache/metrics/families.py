@@ -66,7 +66,7 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
     MetricSpec("skipped_total", "Work that the cache skipped, by reason; each makes a request slower.", ("reason",),
                lambda s: s.skipped,
                "The reasons are below. ..._no_host_room, prefetch_host_share: host.size is too small. ..._paused: "
-               "storage fails. prefetch_timeout, prefetch_queued: storage is slow."),
+               "storage fails. prefetch_timeout, prefetch_unanswered, prefetch_queued: storage is slow."),
     MetricSpec("break_even_decisions_total", "Decisions to fetch or store (or not: too_slow, calibration), by reason.",
                ("route", "reason"), lambda s: s.break_even.decisions,
                "Many too_slow: computing is faster than fetching from the tier."),
@@ -148,7 +148,7 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
                lambda s: s.step,
                "Microseconds, more when many operations end at once. With ranks it includes the wait for the slowest.",
                True),
-    MetricSpec("prefetch_wait_seconds", "Waiting time of requests for their prefetch.", (),
+    MetricSpec("prefetch_wait_seconds", "Time that requests which could run have waited for their prefetch.", (),
                lambda s: s.prefetch_wait,
                "Near prefetch.timeout_base: storage is slow; a lower limit, or policy best_effort, trades hits for "
                "time.", True),
@@ -159,7 +159,8 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
                "or host.size is too small."),
     MetricSpec("lookups_total", "Lookups in storage, by how many of the missing pages they found.",
                ("outcome",), lambda s: {found: s.lookups.get(found, 0) for found in LOOKUP_OUTCOMES},
-               "failed: see worker_errors_total and backend_errors_total."),
+               "failed: see worker_errors_total and backend_errors_total. unanswered: the request began first; more "
+               "transfer.lookup_workers help."),
     MetricSpec("copy_seconds", "Time of merged copies between device and host.", ("direction",),
                lambda s: {way: copies.seconds for way, copies in s.controller.l1_copies.items()},
                "With copy_bytes it gives the bandwidth of the bus. Absent if the engine copies.", True),

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hicache.backends.base import Direction
+from hicache.backends.base import Direction, GetOutcome
 from hicache.cache import HostCache, HostLoad, HostMatch, create_host_cache
 from hicache.cache.break_even import BreakEven
 from hicache.cache.statistics import NO_TIER
-from hicache.config import BreakEvenConfig, HiCacheConfig
+from hicache.config import BreakEvenConfig, HiCacheConfig, TransferConfig
 from hicache.errors import ConfigError, InvalidInput
 from hicache.events import EventStream, Medium, PrefixIndex
+from hicache.frame import PageBuffer
 from hicache.geometry import PageShape, Piece
 from hicache.keys import PAGE_KEY_BYTES, Namespace, RadixKey
 from hicache.metrics.families import cache_collector
 from hicache.tiers import HostPool
 from tests.cache.host_world import GEOMETRY, NAMESPACE, HostWorld, every_hit, memory_backend, prompt
 from tests.cache.test_factory import file_storage
-from tests.cache.world import GatedBackend, filled
+from tests.cache.world import GatedBackend, filled, prefetch
 
 KEY = prompt(1, 2, 3, 4, tail=0)
 NOTHING = HostMatch(0, loading=False)
@@ -195,6 +196,7 @@ def test_a_request_does_not_wait_for_pages_that_the_device_has_got_since() -> No
     world.until(backend.entered.is_set)
     assert not world.cache.check_prefetch("a", 3) and world.cache.check_prefetch("a", 4)
     assert world.cache.lookup("a", LONG, 4) == NOTHING
+    world.cache.abort("a")
     backend.reads.set()
 
 
@@ -490,6 +492,35 @@ def test_a_closed_cache_rejects_new_operations_and_ends_running_ones() -> None:
     world.cache.end_write(write, complete=True)
     world.cache.check()
     assert world.host.allocator.used_pages == world.cache.tree.host_evictable_pages == 4
+
+
+def test_pages_that_arrive_after_a_lookup_are_found_by_the_next_one_until_the_request_begins() -> None:
+    class SlowReads(GatedBackend):
+        def batch_get(
+            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
+        ) -> list[GetOutcome]:
+            if self.pages_read < 3:
+                self.pages_read += len(keys)
+                return self.inner.batch_get(keys, pages, deadline=deadline)
+            return super().batch_get(keys, pages, deadline=deadline)
+
+    key = prompt(*range(1, 9), tail=0)
+    backend = filled(SlowReads(), key)
+    backend.pages_read = 0
+    backend.reads.clear()
+    config = every_hit(prefetch=prefetch(policy="best_effort"))
+    world = HostWorld(backend=backend, config=config, transfer=TransferConfig(storage_batch_pages=1, io_workers=1))
+    assert world.cache.prefetch("a", key) and world.cache.check_prefetch("a")
+    world.until(lambda: world.cache.lookup("a", key).pages == 3)
+    world.step()
+    assert world.cache.lookup("a", key).pages == 3  # the engine has no room, and asks again
+    backend.reads.set()
+    world.until(lambda: world.cache.lookup("a", key).pages == 8)
+    load = world.cache.begin_load("a", key, 0, 8)
+    assert load is not None and load.storage_pages == 8
+    world.cache.end_load(load, 0.001)
+    world.cache.abort("a")
+    world.settle()
 
 
 def test_write_back_is_rejected() -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
-from tests.cache.world import GatedBackend, ShiftedClock, World, every_hit, filled, prefetch, prompt
+from hicache.backends.base import Direction
+from tests.cache.world import WAIT_S, GatedBackend, ShiftedClock, World, every_hit, filled, prefetch, prompt
+from tests.waiting import wait_for
 
 KEY = prompt(*range(1, 9))
 
@@ -50,6 +54,89 @@ def test_a_request_waits_a_bounded_time_and_longer_with_wait_complete_than_with_
         assert world.cache.check_prefetch_progress("a") == (clock.shift_s >= limit_s)
     backend.reads.set()
     world.arrive("a")
+    world.cache.abort_prefetch("a")
+
+
+def test_the_time_of_a_request_starts_when_the_engine_first_asks() -> None:
+    backend, clock = stored(), ShiftedClock()
+    world = world_of(backend, "timeout", clock)
+    backend.reads.clear()
+    world.cache.prefetch_from_storage("a", KEY)
+    world.until(backend.entered.is_set)
+    clock.shift_s = 100  # the device was busy, so the engine did not ask
+    world.step()
+    assert not world.cache.check_prefetch_progress("a")
+    backend.reads.set()
+    world.arrive("a")
+    assert world.attempt("a", KEY).storage_hit_tokens == 32
+
+
+def test_time_in_which_the_engine_does_not_ask_does_not_count() -> None:
+    backend, clock = stored(), ShiftedClock()
+    world = world_of(backend, "timeout", clock)
+    backend.reads.clear()
+    world.cache.prefetch_from_storage("a", KEY)
+    assert not world.cache.check_prefetch_progress("a")
+    for _ in range(100):
+        clock.shift_s += 0.1
+        world.step()
+    assert not world.cache.check_prefetch_progress("a")
+    assert world.prefetch_of("a").waited_s < 2
+    backend.reads.set()
+    world.arrive("a")
+    assert world.attempt("a", KEY).storage_hit_tokens == 32
+
+
+def test_steps_that_are_longer_than_the_timeout_cost_no_hits_and_do_not_pause_the_store() -> None:
+    clock = ShiftedClock()
+    world = world_of(stored(), "timeout", clock)
+    world.cache.prefetch_from_storage("a", KEY)
+    asks = 0
+    while not world.cache.check_prefetch_progress("a"):
+        asks += 1
+        wait_for(lambda: world.controller._storage.any_finished, lambda: None, timeout_s=WAIT_S)
+        clock.shift_s += 100
+        world.step()
+    assert asks <= 2, "one step for the lookup and one for the read"
+    assert world.attempt("a", KEY).storage_hit_tokens == 32
+    assert world.skipped == {} and world.controller.gate.may(Direction.READ)
+
+
+def test_a_prefetch_continues_after_the_time_of_its_request_until_the_request_begins() -> None:
+    backend, clock = stored(), ShiftedClock()
+    world = world_of(backend, "timeout", clock)
+    running = world.begin("running", prompt(*range(100, 160)))
+    backend.reads.clear()
+    world.cache.prefetch_from_storage("a", KEY)
+    world.until(backend.entered.is_set)
+    assert not world.cache.check_prefetch_progress("a")
+    clock.shift_s = 100
+    world.arrive("a")
+    assert world.cache.begin_request("a", KEY) is None  # L1 has no room
+    backend.reads.set()
+    world.settle()
+    world.cache.cache_finished_req(running, None)
+    assert world.attempt("a", KEY).storage_hit_tokens == 32
+
+
+def test_a_lookup_that_has_not_ended_when_its_request_begins_is_not_a_miss() -> None:
+    class SlowLookups(GatedBackend):
+        def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+            self.entered.set()
+            assert self.reads.wait(WAIT_S)
+            return super().batch_exists(keys, deadline=deadline)
+
+    backend = filled(SlowLookups(), KEY)
+    world = world_of(backend, "best_effort")
+    backend.reads.clear()
+    for rid, key in (("a", KEY), ("b", prompt(*range(20, 28)))):
+        world.cache.prefetch_from_storage(rid, key)
+    world.until(backend.entered.is_set)
+    world.attempt("b", prompt(*range(20, 28)))  # its lookup waits for the worker
+    assert world.skipped == {"prefetch_unanswered": 1}
+    backend.reads.set()
+    world.settle()
+    assert world.cache.statistics().lookups == {"whole": 1, "part": 0, "miss": 0, "unanswered": 1, "failed": 0}
     world.cache.abort_prefetch("a")
 
 

@@ -17,7 +17,7 @@ KEY = prompt(*range(1, 9))
 def table_with(*rids: str) -> tuple[PrefetchTable, list[Prefetch]]:
     """Return a table with new prefetches, in order of arrival."""
     table = PrefetchTable()
-    prefetches = [Prefetch(rid, KEY, arrival, 0.0, None) for arrival, rid in enumerate(rids)]
+    prefetches = [Prefetch(rid, KEY, arrival, 0.0) for arrival, rid in enumerate(rids)]
     for prefetch in prefetches:
         table.add(prefetch)
     return table, prefetches

@@ -192,10 +192,11 @@ def test_the_queue_is_bounded_and_rejected_prefetches_are_counted(monkeypatch: p
         world.cache.abort_prefetch(rid)
 
 
-def test_a_request_waits_from_its_arrival_and_its_prefetch_stays_queued_after_the_timeout() -> None:
+def test_the_prefetch_of_a_request_stays_queued_after_the_timeout() -> None:
     clock = ShiftedClock()
     backend, world = two_turns(clock, policy="timeout", timeout_base=5, timeout_per_1024_tokens=0)
     world.until(backend.entered.is_set)
+    assert not world.cache.check_prefetch_progress("b")
     clock.shift_s = 6
     world.step()
     assert world.cache.check_prefetch_progress("b")
@@ -473,5 +474,5 @@ def test_a_failure_of_a_store_that_was_replaced_does_not_pause_the_new_one() -> 
     world.cache.storage.attach(lambda epoch: store_of(PROMPTS[0]))
     world.until(lambda: world.controller.gate.may(Direction.READ))
     old.reads.set()
-    world.until(lambda: world.skipped.get("prefetch_too_late") == 1)
+    world.until(lambda: world.cache.statistics().lookups["failed"] == 1)
     assert world.controller.gate.may(Direction.READ)

@@ -60,7 +60,7 @@ def test_pins_matches_and_events_show_lengths() -> None:
 def test_the_first_pages_of_a_prefetch_show_lengths() -> None:
     """They are the key of a table, so an error would show them."""
     assert repr(FirstPages(SECRET.seed, 3, 8, SECRET.tokens[:16])) == "FirstPages(below node 3, 16 bytes)"
-    assert not shows_tokens(repr(Prefetch("a", SECRET, 1, 1.0, None)))
+    assert not shows_tokens(repr(Prefetch("a", SECRET, 1, 1.0)))
 
 
 def test_requests_of_the_engine_show_lengths() -> None:

@@ -186,20 +186,24 @@ def test_the_span_of_a_prefetch_that_is_cut_off_ends_at_once(spans: Spans, how: 
     elif how == "clear":
         world.cache.clear()
     if how != "close":
-        assert spans.named("prefetch") == [{"pages": 3, "hit_pages": 0, "outcome": "cancelled"}]
+        outcome = "prefetch_timeout" if how == "begin" else "cancelled"
+        assert spans.named("prefetch") == [{"pages": 3, "hit_pages": 0, "outcome": outcome}]
     backend.reads.set()
     world.close()
     assert len(spans.named("prefetch")) == 1
     spans.check()
 
 
-def test_the_span_of_a_late_prefetch_ends_when_its_time_is_over(spans: Spans) -> None:
+def test_the_span_of_a_late_prefetch_ends_when_its_request_begins(spans: Spans) -> None:
     backend = stored(spans, GatedBackend())
     world = stuck(backend, timeout_base=5.0, timeout_per_1024_tokens=0)
     clock = world.controller.clock
     assert isinstance(clock, ShiftedClock)
+    assert not world.cache.check_prefetch_progress("a")
     clock.shift_s = 6.0
     world.arrive("a")
+    assert spans.named("prefetch") == []
+    world.attempt("a", KEY)
     assert spans.named("prefetch") == [{"pages": 3, "hit_pages": 0, "outcome": "prefetch_timeout"}]
     backend.reads.set()
     world.close()

@@ -222,14 +222,14 @@ def test_the_minimum_over_the_ranks_counts_on_all_ranks(mine: Progress, other: P
         assert result.rates == (5, 3)
 
 
-def test_a_prefetch_is_as_short_as_on_the_worst_rank_and_late_if_one_is_late() -> None:
+def test_a_prefetch_is_as_short_as_on_the_worst_rank_and_in_flight_if_it_is_on_one() -> None:
     mine, other = prefetch(), prefetch()
     results = Ranks().agree(
-        Progress(prefetches=[PrefetchProgress(mine, ended=True, pages=7, in_time=True)]),
-        Progress(prefetches=[PrefetchProgress(other, ended=False, pages=4, in_time=False)]),
+        Progress(prefetches=[PrefetchProgress(mine, ended=True, pages=7)]),
+        Progress(prefetches=[PrefetchProgress(other, ended=False, pages=4)]),
     )
     for agreed, operation in zip(results, (mine, other), strict=True):
-        assert agreed.prefetches == [PrefetchProgress(operation, ended=False, pages=4, in_time=False)]
+        assert agreed.prefetches == [PrefetchProgress(operation, ended=False, pages=4)]
 
 
 def test_a_store_counts_as_stored_if_it_is_stored_on_every_rank() -> None:
@@ -248,7 +248,7 @@ def test_a_store_counts_as_stored_if_it_is_stored_on_every_rank() -> None:
 def test_a_result_belongs_to_the_operations_at_its_start() -> None:
     ranks, old, new = Ranks(), prefetch(), prefetch()
     for agreement in ranks.agreements:
-        agreement.start(Progress(prefetches=[PrefetchProgress(old, True, 1, True)]), COUNTS)
+        agreement.start(Progress(prefetches=[PrefetchProgress(old, True, 1)]), COUNTS)
         assert new is not old  # submitted now; it has the slot from the next exchange on
     for agreement in ranks.agreements:
         assert [progress.operation for progress in agreement.result().prefetches] == [old]
@@ -256,7 +256,7 @@ def test_a_result_belongs_to_the_operations_at_its_start() -> None:
 
 def test_operations_beyond_the_slots_wait_for_later_steps() -> None:
     many = Progress(
-        prefetches=[PrefetchProgress(prefetch(), True, i, True) for i in range(5)],
+        prefetches=[PrefetchProgress(prefetch(), True, i) for i in range(5)],
         stores=[(store(), StoreProgress.STORED) for _ in range(STORE_PLACES + 1)],
     )
     for agreed in Ranks(places=2).agree(many, many):

@@ -179,10 +179,10 @@ class _TakesLateArrivals(Prefetcher):
 class _TrustsRequestedLength(HiCacheController):
     """A read counts as complete even if it was short, so old contents of its pages become visible."""
 
-    def _take_prefetch(self, acks: Acks, operation: Lookup | Read, ended: bool, pages: int, in_time: bool) -> None:
+    def _take_prefetch(self, acks: Acks, operation: Lookup | Read, ended: bool, pages: int) -> None:
         if ended and isinstance(operation, Read):
             pages = len(operation.host_pages)
-        super()._take_prefetch(acks, operation, ended, pages, in_time)
+        super()._take_prefetch(acks, operation, ended, pages)
 
 
 class _DoesNotHoldAnchors(Prefetcher):
@@ -194,8 +194,9 @@ class _DoesNotHoldAnchors(Prefetcher):
     def _release(self, fetch: Any) -> None:
         fetch.anchor = None
 
-    def _take(self, prefetch: Any, read: Read, arrived: int) -> None:
+    def _take(self, prefetch: Any) -> None:
         fetch = prefetch.current
+        read, arrived = fetch.operation, fetch.operation.pages
         tree, anchor, pages = fetch.tree, fetch.anchor, read.host_pages[:arrived]
         fetch.taken_pages = arrived
         tokens = prefetch.key.tokens[fetch.start_page * tree.page_bytes :][: arrived * tree.page_bytes]
@@ -276,10 +277,10 @@ class _KeepsPrefetchesThroughUpdates(Prefetcher):
     def cancel_all(self) -> None:
         pass
 
-    def _take(self, prefetch: Any, read: Read, arrived: int) -> None:
+    def _take(self, prefetch: Any) -> None:
         fetch = prefetch.current
         own, fetch.tree = fetch.tree, self._trees.current
-        super()._take(prefetch, read, arrived)
+        super()._take(prefetch)
         fetch.tree = own
 
 

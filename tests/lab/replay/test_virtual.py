@@ -181,6 +181,23 @@ def test_a_hit_of_l2_overlaps_with_the_layers_that_compute(tmp_path: Path) -> No
     assert first_tokens_s(free) == pytest.approx(2 * 1.024 + 0.064, abs=1e-3)
 
 
+def test_the_default_policy_costs_no_hits_in_a_burst_of_requests_that_wait_for_the_device(tmp_path: Path) -> None:
+    """Forty stored prompts arrive at once; their lookups wait for one worker for longer than the timeout."""
+    prompts, gap_ms = 40, 1000
+    trace = [request(i, [2 * i, 2 * i + 1], output=10, at_ms=gap_ms * i) for i in range(prompts)]
+    trace += [replace(one, index=prompts + i, timestamp_ms=gap_ms * prompts) for i, one in enumerate(trace)]
+    store = StorageSpeed(read_bytes_per_s=1e15, write_bytes_per_s=1e15, fixed_s=0.05, parallel=16)
+    speeds = replace(fast(40_000), storage=store)
+    hits = {}
+    for policy in ("timeout", "wait_complete"):
+        config = small_config(device=4096, host=12288, prefetch__policy=policy, prefetch__timeout_base="1s")
+        one = job(tmp_path, trace, config, speeds=speeds, speed_up=1.0, running_max=2, waiting_max=100)
+        result = run(replace(one, decode_step_s=0.01))
+        hits[policy] = result.tokens.hits
+        assert not result.skipped.get("prefetch_timeout") and not result.skipped.get("prefetch_unanswered")
+    assert hits["timeout"] == hits["wait_complete"] and hits["timeout"]["storage"] > 0
+
+
 def test_a_read_takes_the_fixed_time_of_each_round_and_its_bytes(tmp_path: Path) -> None:
     """Each prompt comes ten seconds after the one before; the last one is the first again, which only storage has."""
     config = small_config(device=2048, host=2048)
