@@ -144,7 +144,7 @@ class Writes:
             if error.errno == errno.ENOSPC:
                 with contextlib.suppress(OSError):
                     why = why_no_room(self._root.call(functools.partial(self._system.statvfs, self._root.fd)))
-            self.rejection = f"{reason}: {why}"
+            self.rejection = f"the file system says {reason}: {why}"
             pages.reject(position, reason)
         else:
             pages.fail(position, reason)
