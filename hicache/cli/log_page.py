@@ -130,6 +130,8 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "a minute.",
         "file store ...: open without": "SQLite cannot open or create the index; pages are still read. Check free "
         "space and permissions.",
+        "file store ...: waits": "Another process checks the store after a kill or a power failure; this one opens it "
+        "then ([why](formats/file_store.md#what-an-opening-checks)). Once a minute.",
         "file store ...: rejects": "The last batch had no room: `capacity`, `free_space_floor`, a full disk (`ENOSPC`, "
         "`EDQUOT`, `SQLITE_FULL`) or a read-only one (`EROFS`). See [HiCacheWritesRejected]"
         "(runbooks.md#hicachewritesrejected). Once a minute.",

@@ -205,7 +205,7 @@ def test_a_live_process_reclaims_the_room_of_a_dead_one(killing: Killing, tmp_pa
         assert load(store, make_keys(4, "mine")) == [HIT] * 4
         assert load(store, make_keys(3, "one")) == [MISS] * 3
     store.backend.close()
-    # If room was never short, temporary files and owner files stay until the next opening.
+    # Owner files stay until the next opening, and so do temporary files if room was never short.
     open_file(root).backend.close()
     assert temporary_files(root) == []
 

@@ -142,6 +142,7 @@ def test_an_index_with_a_bit_flipped_in_use_costs_one_batch_at_most(tmp_path: Pa
         assert store.backend.delete(CHAINS[4][4:], deadline=soon()) == 1
         store.backend.close()
         peer.backend.close()
+        (root / "checked").unlink(missing_ok=True)  # a wrong count of children costs nothing but that page
         assert_sound(open_file(root), root)
         shutil.rmtree(root)
 

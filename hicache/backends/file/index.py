@@ -20,8 +20,8 @@ IndexDamaged, and the store rebuilds it from the files.
 
 The store's lock orders all transactions, so SQLite's own concurrency is not used. A rollback journal is enough; it
 stays in place between transactions and is allocated in advance (JOURNAL_BYTES), so that transactions work on a full
-disk. The file is not mapped into memory: a truncated file is an error and not a SIGBUS. It is not synced: the page
-cache survives a kill, and after a power failure the index is verified or replaced when the store is opened.
+disk. The file is not mapped into memory: a truncated file is an error and not a SIGBUS. It is synced at a clean close
+only: the page cache survives a kill, and after a power failure the next opening verifies or replaces it.
 
 Locking design: no lock here. REQUIRES everywhere: the store's lock (see `store`), which also orders the processes.
 """
@@ -47,6 +47,8 @@ _BUSY_TIMEOUT_MS = 2_000
 # A batch of 128 pages changes up to 250 pages of the index, each with 4 KiB in the journal. A larger transaction
 # extends the journal, at most to the size of the index, and truncates it to this size at its end.
 JOURNAL_BYTES = 1 << 20
+# Instructions of SQLite between two calls of `beat`: some milliseconds.
+_BEAT_STEPS = 100_000
 
 _PRAGMAS = (
     # For a new file; a build of SQLite may have other defaults.
@@ -137,8 +139,9 @@ class Index:
     `follows_files` is True once the transaction has made changes that correspond to changes of page files.
     """
 
-    def __init__(self, path: str) -> None:
-        """Open the index in the regular file `path`, verify it, and roll back an incomplete transaction.
+    def __init__(self, path: str, check: str = "integrity_check", beat: Callable[[], None] | None = None) -> None:
+        """Open the index in the regular file `path`, and roll back an incomplete transaction. Verify it with SQLite's
+        pragma `check`, only its schema if that is empty. Long statements call `beat` again and again.
 
         Raises IndexDamaged, sqlite3.Error for temporary errors, and OSError.
         """
@@ -146,9 +149,9 @@ class Index:
             header = file.read(HEADER_BYTES)
         if not has_our_header(header):
             raise IndexDamaged("the header of the file is not that of an index")
-        self._open(path)
+        self._open(path, beat)
         try:
-            self._prove()
+            self._prove(check)
         except sqlite3.Error as error:
             self.close()
             # An unreadable index is rebuilt from the pages.
@@ -157,10 +160,10 @@ class Index:
             raise
 
     @classmethod
-    def create(cls, path: str) -> Index:
+    def create(cls, path: str, beat: Callable[[], None] | None = None) -> Index:
         """Create an empty index in the empty file at `path`. It counts as damaged until `mark_sound` is committed."""
         index = cls.__new__(cls)
-        index._open(path)
+        index._open(path, beat)
         try:
             for statement in ("BEGIN", *SCHEMA, "INSERT INTO totals VALUES(1, 0, 0, 0)", "COMMIT"):
                 index._run(statement)
@@ -169,13 +172,14 @@ class Index:
             raise
         return index
 
-    def _open(self, path: str) -> None:
+    def _open(self, path: str, beat: Callable[[], None] | None) -> None:
         self.path = path
         self.follows_files = False
         self._namespaces: dict[bytes, int] = {}
         self._db: sqlite3.Connection | None = sqlite3.connect(
             path, timeout=_BUSY_TIMEOUT_MS / 1000, isolation_level=None, check_same_thread=False
         )
+        self._db.set_progress_handler(beat, _BEAT_STEPS)
         try:
             for pragma in _PRAGMAS:
                 self._run(f"PRAGMA {pragma}")
@@ -183,16 +187,16 @@ class Index:
             self.close()
             raise
 
-    def _prove(self) -> None:
+    def _prove(self, check: str) -> None:
         version = self._run("PRAGMA user_version")
         if version != [(SCHEMA_VERSION,)]:
             raise IndexDamaged(f"it is of version {version}, not {SCHEMA_VERSION}")
         if self._run(SCHEMA_ROWS) != expected_schema():
             raise IndexDamaged("its tables are not those of an index")
-        # Compares each row with the rest of the file, so that contradictions do not appear later.
-        if self._run("PRAGMA integrity_check(1)") != [("ok",)]:
+        # A full check compares each row with the rest of the file, so that contradictions do not appear later.
+        if check and self._run(f"PRAGMA {check}(1)") != [("ok",)]:
             raise IndexDamaged("its parts disagree")
-        if self._run(_STRANGERS):
+        if check and self._run(_STRANGERS):
             raise IndexDamaged(_HAS_STRANGERS)
 
     def mark_sound(self) -> None:
@@ -327,12 +331,13 @@ class Index:
             "writer": "", "size": size, "last_use": last_use,
         })  # fmt: skip
 
-    def drop(self, namespace: bytes, key: bytes) -> None:
-        """Forget a stored page, if it exists."""
+    def drop(self, namespace: bytes, key: bytes) -> bool:
+        """Forget a stored page. Return False if it does not exist."""
         self.follows_files = True
         self._run(
             "DELETE FROM pages WHERE namespace = ? AND key = ? AND writer = ''", (self._namespace(namespace), key)
         )
+        return bool(self._run("SELECT changes()")[0][0])
 
     def touch(self, namespace: bytes, uses: Mapping[bytes, int]) -> None:
         """Record the last uses of pages, in microseconds since 1970; earlier times are ignored."""
@@ -371,6 +376,11 @@ class Index:
         """Return the digests of all namespaces that ever had a page."""
         return [row[0] for row in self._read((_is_key,), "SELECT digest FROM namespaces ORDER BY id")]
 
+    def empty_namespaces(self) -> list[bytes]:
+        """Return the digests of all namespaces without pages and reservations."""
+        query = "SELECT digest FROM namespaces n WHERE NOT EXISTS (SELECT 1 FROM pages WHERE namespace = n.id)"
+        return [row[0] for row in self._read((_is_key,), query)]
+
     def stored(self, namespace: bytes, first: bytes, last: bytes) -> dict[bytes, int]:
         """Return key and size of the stored pages of a namespace with `first <= key <= last`."""
         return dict(self._read(
@@ -378,6 +388,15 @@ class Index:
             "SELECT key, size FROM pages WHERE namespace = ? AND key BETWEEN ? AND ? AND writer = ''",
             (self._namespace(namespace), first, last),
         ))  # fmt: skip
+
+    def keys(self, namespace: bytes, first: bytes, last: bytes) -> list[bytes]:
+        """Return the keys that `stored` returns, ten times as fast: without a look at the rows."""
+        found = self._read(
+            (_is_key,),
+            "SELECT key FROM pages WHERE namespace = ? AND key BETWEEN ? AND ? AND writer = ''",
+            (self._namespace(namespace), first, last),
+        )
+        return [row[0] for row in found]
 
     def all_stored(self) -> list[PageRow]:
         """Return every stored page."""

@@ -16,7 +16,7 @@ import re
 import secrets
 import sqlite3
 import stat
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from .index import JOURNAL, JOURNAL_BYTES, Index, IndexDamaged, blames_file
 from .pages import find_id, look_for_file
@@ -68,9 +68,10 @@ class IndexFile:
         self._file_id: tuple[int, int] | None = None
         self._damaged = False
 
-    def current(self) -> tuple[Index, bool]:
+    def current(self, check: str, beat: Callable[[], None]) -> tuple[Index, bool]:
         """Return the index, opened again if its file was replaced, and True if it is a new, empty one, because the
-        index was lost or damaged. Raises OSError, sqlite3.Error and IndexDamaged."""
+        index was lost or damaged. See `Index` for `check` and `beat`. Raises OSError, sqlite3.Error and IndexDamaged.
+        """
         if self.opened is not None:
             if not self._damaged and self._file_id == self._find(os.path.basename(self.opened.path)):
                 return self.opened, False
@@ -79,7 +80,7 @@ class IndexFile:
             try:
                 name = usable_index(self._system, self._root_fd)
                 if name is not None:
-                    return self._use(name, Index(os.path.join(self._path, name))), False
+                    return self._use(name, Index(os.path.join(self._path, name), check, beat)), False
             except IndexDamaged as damage:
                 _log.warning("file store %s: rebuilding its index: %s", self._path, damage)
         # Old indices are removed first, to make room.
@@ -87,7 +88,7 @@ class IndexFile:
         name = f"index-{secrets.token_hex(4)}.sqlite"
         self._system.close(self._system.open(name, OPEN_OR_CREATE_FLAGS | os.O_EXCL, dir_fd=self._root_fd))
         try:
-            index = self._use(name, Index.create(os.path.join(self._path, name)))
+            index = self._use(name, Index.create(os.path.join(self._path, name), beat))
         except (OSError, sqlite3.Error):
             with contextlib.suppress(OSError):
                 self._remove_all()

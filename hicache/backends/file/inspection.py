@@ -1,7 +1,7 @@
 """The operator's view of a file store: pages of every namespace. Reads change nothing; writes work like an engine's.
 
 Reading does not create, change or remove anything, not even a lock file, so it works on a read-only mount and also
-shows damaged files. The first write or removal opens the store like an engine, which reconciles files and index, but
+shows damaged files. The first write or removal opens the store like an engine, which may reconcile files and index, but
 keeps damaged files, so that `verify` can count them.
 
 Locking design: belongs to one thread. Page files are read without the store's lock, because they appear and disappear

@@ -242,13 +242,17 @@ class OwnerFile:
         self._has_line = False
         self._beaten_s = 0.0
 
+    def is_there(self) -> bool:
+        """Return True if the file of this opening exists. Raises OSError."""
+        return self._fd is not None and find_id(self._system, self._root_fd, self._name) == self._id
+
     def hold(self) -> bool:
         """Create the owner file, or renew it if it is due. Return True if it was not there: then others may have
         changed the store since the last transaction.
 
         Raises UsedElsewhere, and then the owner file is removed, and OSError.
         """
-        is_new, age_s = not self._is_there(), self._clock() - self._beaten_s
+        is_new, age_s = not self.is_there(), self._clock() - self._beaten_s
         if not is_new:
             if age_s < BEAT_S:
                 return False
@@ -267,14 +271,11 @@ class OwnerFile:
         age_s = self._clock() - self._beaten_s
         if self._fd is None or age_s < BEAT_S:
             return
-        if not (self._is_there() and self._renew()):
+        if not (self.is_there() and self._renew()):
             self.release()
             raise UsedElsewhere("its owner file was removed in a long transaction, so another machine may use it")
         if age_s >= _SILENCE_S:
             self._exclude()
-
-    def _is_there(self) -> bool:
-        return self._fd is not None and find_id(self._system, self._root_fd, self._name) == self._id
 
     def _renew(self) -> bool:
         """Write a heartbeat. Return False if the file was removed."""
@@ -353,8 +354,8 @@ class OwnerFile:
             with contextlib.suppress(OSError):
                 self._system.close(fd)
 
-    def after_fork(self) -> None:
-        """Close the child's copy of the lock, which belongs to the parent."""
+    def abandon(self) -> None:
+        """Unlock the file, so that its owner counts as dead; in the child of a fork, close the copy of the lock."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)

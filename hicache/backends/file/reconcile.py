@@ -104,22 +104,31 @@ def listed(system: System, root_fd: int, folder: str) -> list[str] | None:
         system.close(fd)
 
 
-def reap(index: Index, system: System, root_fd: int, own: str) -> bool:
-    """Remove the leftovers of dead processes: temporary files, reservations, owner files. Return True if there were
-    any.
-
-    Their renamed pages are whole, and stay.
-    """
+def owners(system: System, root_fd: int, own: str) -> tuple[set[str], list[str]]:
+    """Return the living owners, `own` among them, and the paths of the files of dead ones in `tmp`. Raises OSError."""
     tmp_fd = system.open(TMP_DIR, LIST_FLAGS, dir_fd=root_fd)
     try:
         names = [name for name in system.listdir(tmp_fd) if owner_of(name) is not None]
         alive = living(system, root_fd, tmp_fd, names, own)
-        # Owner files are removed last: after a kill in between, the dead owner is still recognized.
-        dead = sorted((name for name in names if owner_of(name) not in alive), key=lambda n: n.endswith(OWNER_SUFFIX))
-        for name in dead:
-            _remove(system, tmp_fd, name)
     finally:
         system.close(tmp_fd)
+    return alive, [f"{TMP_DIR}/{name}" for name in names if owner_of(name) not in alive]
+
+
+def heartbeats(system: System, root_fd: int) -> dict[str, int]:
+    """Return the heartbeat of each owner. Raises OSError."""
+    names = [f"{TMP_DIR}/{name}" for name in listed(system, root_fd, TMP_DIR) or () if name.endswith(OWNER_SUFFIX)]
+    found = ((name, look(system, root_fd, name)) for name in names)
+    return {name: one.st_mtime_ns for name, one in found if one is not None}
+
+
+def reap(index: Index, system: System, root_fd: int, own: str) -> None:
+    """Remove the temporary files and reservations of dead processes. Their renamed pages are whole, and stay; so do
+    their owner files, which tell an opening that rows may be without files."""
+    alive, dead = owners(system, root_fd, own)
+    for name in dead:
+        if not name.endswith(OWNER_SUFFIX):
+            remove_temporary(system, root_fd, name)
     writers = [writer for writer in index.writers() if writer.partition(".")[0] not in alive]
     for writer in writers:
         for namespace, key in index.reserved_keys(writer):
@@ -129,80 +138,76 @@ def reap(index: Index, system: System, root_fd: int, own: str) -> bool:
             else:
                 index.resize(namespace, {key: found.st_size}, writer)
         index.publish(writer)
-    return bool(dead or writers)
 
 
-def _remove(system: System, tmp_fd: int, name: str) -> None:
+def remove_temporary(system: System, root_fd: int, name: str) -> None:
+    """Remove a file of a store that is not a page, if it exists. Raises OSError."""
     try:
-        system.unlink(name, dir_fd=tmp_fd)
+        system.unlink(name, dir_fd=root_fd)
     except FileNotFoundError:
-        pass  # its owner closes the store, which needs no lock
+        pass
     except IsADirectoryError:
         with contextlib.suppress(OSError):  # a directory with files is not removed
-            system.rmdir(name, dir_fd=tmp_fd)
+            system.rmdir(name, dir_fd=root_fd)
 
 
 def reconcile(
-    index: Index, system: System, root_fd: int, *, keep_damaged: bool, beat: Callable[[], None]
+    index: Index, system: System, root_fd: int, *, by_names: bool, keep_damaged: bool, beat: Callable[[], None]
 ) -> None:
     """Compare every page file with its row: forget rows without files, adopt whole files without rows, remove
-    damaged files.
+    damaged files. `by_names` skips a directory whose names are those of its rows, and trusts the index's sums.
 
     With `keep_damaged` damaged files only lose their rows: a tool that counts damage removes them itself, one by one.
     Directories and files with other names are ignored. Calls `beat` again and again, which may raise OSError.
     """
     on_disk = {bytes.fromhex(name) for name in system.listdir(root_fd) if is_hex(name, 64)}
     for namespace in sorted(on_disk | set(index.namespaces())):
-        fans = set(listed(system, root_fd, namespace.hex()) or ())
-        kept = 0
         for fan in range(_FANS):
             beat()
-            is_there = f"{fan:02x}" in fans
-            kept += _reconcile_fan(index, system, root_fd, namespace, fan, is_there, keep_damaged=keep_damaged)
-        if not kept and namespace in on_disk:
-            remove_empty(system, root_fd, namespace.hex())
-    index.recount()
+            reconcile_fan(index, system, root_fd, namespace, bytes([fan]), by_names=by_names, keep_damaged=keep_damaged)
+    if not by_names:
+        index.recount()
 
 
-def _reconcile_fan(
-    index: Index, system: System, root_fd: int, namespace: bytes, fan: int, there: bool, *, keep_damaged: bool
-) -> int:
-    first = bytes([fan])
-    rows = index.stored(namespace, first.ljust(PAGE_KEY_BYTES, b"\x00"), first.ljust(PAGE_KEY_BYTES, b"\xff"))
-    folder = page_name(namespace.hex(), first)
-    names = listed(system, root_fd, folder) if there else []
+def reconcile_fan(
+    index: Index, system: System, root_fd: int, namespace: bytes, fan: bytes, *, by_names: bool, keep_damaged: bool
+) -> None:
+    """Do this for the directory of the pages whose keys begin with the byte `fan`."""
+    span = fan.ljust(PAGE_KEY_BYTES, b"\x00"), fan.ljust(PAGE_KEY_BYTES, b"\xff")
+    folder = page_name(namespace.hex(), fan)
+    names = listed(system, root_fd, folder)
+    if by_names and names is not None and set(names) == {key.hex() for key in index.keys(namespace, *span)}:
+        return
+    rows = index.stored(namespace, *span)
     if names is None and not keep_damaged:
         remove_page(system, root_fd, folder)
-    kept = 0
     for name in names or ():
         if not is_hex(name, 64) or not name.startswith(folder[-2:]):
             continue
         key = bytes.fromhex(name)
         try:
-            kept += _reconcile_page(index, system, root_fd, namespace, key, rows.get(key), keep_damaged=keep_damaged)
+            _reconcile_page(index, system, root_fd, namespace, key, rows.get(key), keep_damaged=keep_damaged)
         except FileNotFoundError:
             continue  # just removed by a user; its row is removed below
         except OSError as error:
             if error.errno not in _SICK_ERRNOS:
                 raise
-            kept += 1  # the device cannot read this page: the file stays, without a row
+            # The device cannot read this page: the file stays, without a row.
         rows.pop(key, None)
     for key in rows:
         index.drop(namespace, key)
-    return kept
 
 
 def _reconcile_page(
     index: Index, system: System, root_fd: int, namespace: bytes, key: bytes, row_bytes: int | None, *,
     keep_damaged: bool,
-) -> bool:
-    """Return True if the page stays."""
+) -> None:
     name = page_name(namespace.hex(), key)
     found = system.lstat_listed(name, dir_fd=root_fd)
     regular = stat.S_ISREG(found.st_mode)
     if row_bytes is not None:
         if regular and found.st_size == row_bytes:
-            return True
+            return
         index.drop(namespace, key)
     header = FrameHeader.parse(read_start(system, root_fd, name, HEADER_BYTES)) if regular else None
     if (
@@ -212,11 +217,12 @@ def _reconcile_page(
         # For another version only the alignment is known.
         or (found.st_size != header.object_bytes if header.version == FORMAT_VERSION else found.st_size % FRAME_ALIGN)
     ):
-        return keep_damaged or not remove_damaged(system, root_fd, name, identity(found))
+        if not keep_damaged:
+            remove_damaged(system, root_fd, name, identity(found))
+        return
     parent = None if header.parent_key == NO_PARENT else header.parent_key
     # A time of use in the future would protect the page from eviction.
     index.add(namespace, key, parent, found.st_size, min(found.st_mtime_ns, time.time_ns()) // 1000)
-    return True
 
 
 def remove_empty(system: System, root_fd: int, namespace_hex: str) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Callable
 
 from ...errors import BackendUnavailable, NotOurs
 from ...frame import HEADER_BYTES, FrameHeader
+from .checked import CHECKED_FILE
 from .index_file import index_files
 from .owners import owner_of
 from .pages import LOCK_FILE, TMP_DIR, is_hex, look, look_for_file, read_head, read_start
@@ -259,7 +260,8 @@ def _has_only_files_of_a_store(fd: int, system: System) -> bool:
         if is_hex(name, 64):
             fans = listed(system, fd, name)
             return fans is not None and all(_has_only_pages(fd, name, fan, system) for fan in fans)
-        return (name == LOCK_FILE or bool(index_files([name]))) and look_for_file(system, fd, name) is not None
+        is_known = name in (LOCK_FILE, CHECKED_FILE) or bool(index_files([name]))
+        return is_known and look_for_file(system, fd, name) is not None
 
     return all(is_ours(name) for name in system.listdir(fd))
 

@@ -10,8 +10,9 @@ holder of the lock sees matching files and rows, except after a kill in between:
 | while evicting, deleting or sweeping    | rows without files                | `reconcile`                   |
 
 In all three cases the index counts more bytes than exist, never fewer, so limits hold. `reap` runs when room gets
-short, `reconcile` compares every file with its row; both run before the first transaction of an opening, and after one
-that failed when files had changed.
+short, and before the first transaction of an opening. `reconcile` compares files and rows after a transaction that
+failed when files had changed, and in an opening, as far as nobody vouches for them: see `checked`. An owner file whose
+process is dead, or closed before it could undo a failure, stays until an opening has done so.
 
 A lost or damaged index is removed and rebuilt from the files. If there is no room for that, or the file system is
 read-only, the store is open without an index: pages are read, which needs no index, and removed (`removing`); each
@@ -56,11 +57,12 @@ from ...clock import SYSTEM_CLOCK, Clock
 from ...errors import BackendUnavailable
 from ...logs import LimitedLog
 from ..base import PageId
+from .checked import NOTHING, Trusted, note_closed, note_verified, take_checked
 from .index import Index, IndexDamaged
 from .index_file import IndexFile
-from .owners import HEARTBEAT_S, OWNER_HEX_DIGITS, OwnerFile, UsedElsewhere
+from .owners import HEARTBEAT_S, OWNER_HEX_DIGITS, OWNER_SUFFIX, OwnerFile, UsedElsewhere
 from .pages import FULL_ERRNOS, LOCK_FILE, TMP_DIR, file_id, find_id, remove_page
-from .reconcile import reap, reconcile
+from .reconcile import heartbeats, owners, reap, reconcile, reconcile_fan, remove_empty, remove_temporary
 from .root import MARKER, open_root, write_marker
 from .system import OPEN_OR_CREATE_FLAGS, System
 
@@ -68,8 +70,11 @@ _log = logging.getLogger(__name__)
 # Each transaction has the same error until an operator fixes it.
 _limited_log = LimitedLog(_log, 60.0)
 
-# An opening scans the directory under the lock: about 1.5 s for 100,000 pages, more on a cold disk.
+# An opening waits so long for a process that holds the lock and does not renew its heartbeat. One that compares a large
+# store with its index renews it.
 OPEN_TIMEOUT_S = 60.0
+# How long a close waits for the other processes that close or use the store, to find out whether it is the last one.
+_CLOSE_S = 1.0
 _POLL_S_FIRST = 0.0002
 _POLL_S_MAX = 0.005
 _ADVICE = (
@@ -118,7 +123,8 @@ class FileStore:
     the name of this opening in `tmp`. `leftovers` are the writers (see `new_writer`) whose reservations and temporary
     files could not be released after a failure; `sweep` tries again. `at_fork` is called in the child of a fork, where
     operations under the lock fail. The constructor raises NotOurs and BackendUnavailable, also if another machine uses
-    the store, but not for a full or read-only disk. It blocks up to OPEN_TIMEOUT_S.
+    the store, but not for a full or read-only disk. It blocks while another process compares the store with its index,
+    and up to OPEN_TIMEOUT_S for one that makes no progress.
     """
 
     def __init__(
@@ -138,7 +144,7 @@ class FileStore:
         self._thread_lock = threading.Lock()
         self._lock_fd: int | None = None
         self._ended: tuple[int, str] | None = None
-        self._is_open = self._is_closed = False
+        self._is_open = self._is_sound = self._is_closed = False
         self._doubtful = True
         self._clock = clock
         self._pause_until = -math.inf
@@ -172,13 +178,24 @@ class FileStore:
             return open_root(path, create=False, read_only=True, system=self.system)
 
     def _open(self) -> None:
+        seen = heartbeats(self.system, self.root_fd)
         try:
             with self.transaction(self._clock() + OPEN_TIMEOUT_S):
-                pass
+                return
+        except TimeoutError as error:
+            if seen == heartbeats(self.system, self.root_fd):
+                raise BackendUnavailable(
+                    f"file store {self.path}: another process has held its lock for {OPEN_TIMEOUT_S:.0f} s and makes "
+                    f"no progress; its disk hangs, or it is suspended ({TMP_DIR}/*{OWNER_SUFFIX} name the processes); "
+                    "end it, or try again"
+                ) from error
         except (OSError, sqlite3.Error) as error:
             if isinstance(error, OSError) and error.errno not in FULL_ERRNOS:
                 raise
             _log.warning("file store %s: open without an index, so it stores nothing: %s", self.path, error)
+            return
+        _log.warning("file store %s: waits for a process that compares its index with its files", self.path)
+        self._open()
 
     def new_writer(self) -> str:
         """Return a new name for a reservation, or for a temporary file in `tmp`. Any thread."""
@@ -319,24 +336,53 @@ class FileStore:
             raise
 
     def _started(self) -> Index:
-        index, is_new = self._index_file.current()
+        trusted, dead = self._trust() if self._doubtful else (NOTHING, [])
+        index, is_new = self._index_file.current(trusted.check, self._owner_file.beat)
         self._doubtful |= is_new
         try:
             if self._doubtful:
                 index.begin()
                 reap(index, self.system, self.root_fd, self.owner)
-                reconcile(
-                    index, self.system, self.root_fd, keep_damaged=self._keep_damaged, beat=self._owner_file.beat
-                )
+                self._reconcile(index, NOTHING if is_new else trusted)
                 index.mark_sound()
                 self._owner_file.beat()
                 index.commit()
-                self._doubtful = False
+                self._doubtful, self._is_sound = False, True
+                self._note_verified(index, dead)
             index.begin()
         except BaseException as error:
             self._index_file.undo(error)
             raise
         return index
+
+    def _trust(self) -> tuple[Trusted, list[str]]:
+        """Return what need not be checked, and the owner files of dead processes. Raises OSError."""
+        alive, dead = owners(self.system, self.root_fd, self.owner)
+        dead = [name for name in dead if name.endswith(OWNER_SUFFIX)]
+        if not self._is_sound:
+            return take_checked(self.system, self.root_fd, others=len(alive) > 1, dead=bool(dead)), dead
+        # After a failed transaction. An index that was closed then, or because the owner file was gone, is verified.
+        return NOTHING if self._index_file.opened is None else Trusted("", None), dead
+
+    def _reconcile(self, index: Index, trusted: Trusted) -> None:
+        system, root_fd, beat = self.system, self.root_fd, self._owner_file.beat
+        if trusted.folders is None:
+            by_names = trusted.check != NOTHING.check
+            reconcile(index, system, root_fd, by_names=by_names, keep_damaged=self._keep_damaged, beat=beat)
+        for folder in trusted.folders or ():
+            beat()
+            namespace, fan = (bytes.fromhex(name) for name in folder.split("/"))
+            reconcile_fan(index, system, root_fd, namespace, fan, by_names=False, keep_damaged=self._keep_damaged)
+        for digest in index.empty_namespaces():
+            remove_empty(system, root_fd, digest.hex())
+
+    def _note_verified(self, index: Index, dead: list[str]) -> None:
+        """Vouch for the index, and remove the owner files of processes whose work was compared: last, so that after a
+        kill in between they are still found. Without room for this, the next opening checks more."""
+        with contextlib.suppress(OSError):
+            note_verified(self.system, self.root_fd, os.path.basename(index.path))
+            for path in dead:
+                remove_temporary(self.system, self.root_fd, path)
 
     def _claim(self) -> None:
         """Hold the owner file, under the store's lock, so that other processes do not consider its owner dead.
@@ -367,7 +413,8 @@ class FileStore:
     def close(self) -> None:
         """Close the index and all descriptors, and remove the owner file; if a transaction is in flight, at its end.
 
-        Does not block. Idempotent.
+        The last process vouches for the store, so that the next opening need not compare it. Blocks up to _CLOSE_S for
+        the lock, and then for the file system. Idempotent.
         """
         self._ended = self._ended or (errno.EBADF, "the store is closed")
         self._is_closed = True
@@ -384,7 +431,13 @@ class FileStore:
                 thread_lock.release()
 
     def _free_locked(self) -> None:
+        index, was_open, self._is_open = self._index_file.opened, self._is_open, False
         self._index_file.close()
+        if was_open and self._is_sound and self._doubtful:
+            self._owner_file.abandon()  # the next opening compares the store, as after a kill
+        elif was_open and index is not None:
+            with contextlib.suppress(OSError):
+                self._leave(os.path.basename(index.path))
         self._owner_file.release()
         fds, self._lock_fd, self.root_fd = (self._lock_fd, self.root_fd), None, -1
         for fd in fds:
@@ -392,14 +445,29 @@ class FileStore:
                 with contextlib.suppress(OSError):
                     self.system.close(fd)
 
+    def _leave(self, index: str) -> None:
+        """Remove the owner file under the store's lock, and vouch for the store if no other process uses it. Raises
+        OSError."""
+        self._wait_for_lock(time.monotonic() + _CLOSE_S)
+        try:
+            self._check_root()
+            alive, dead = owners(self.system, self.root_fd, self.owner)
+            if len(alive) == 1 and not dead and self._owner_file.is_there():
+                note_closed(self.system, self.root_fd, index)
+            self._owner_file.release()
+        finally:
+            if self._lock_fd is not None:
+                self.system.flock(self._lock_fd, fcntl.LOCK_UN)
+
     def after_fork(self) -> None:
         """Release the parent's resources in the child. A thread of the parent may have held each lock at the fork."""
         self._thread_lock = threading.Lock()
+        self._is_open = False
         self._ended = (errno.ECHILD, "the store was opened before a fork; open it again in this process")
         fd, self._lock_fd = self._lock_fd, None
         if fd is not None:
             os.close(fd)
-        self._owner_file.after_fork()
+        self._owner_file.abandon()
         self._index_file.abandon()
 
 

@@ -73,6 +73,7 @@ class System:
     preadv = staticmethod(os.preadv)
     pwritev = staticmethod(os.pwritev)
     fdatasync = staticmethod(os.fdatasync)
+    fsync = staticmethod(os.fsync)
     flock = staticmethod(fcntl.flock)
 
     def listdir(self, fd: int) -> list[str]:

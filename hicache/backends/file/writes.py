@@ -184,7 +184,8 @@ class CapacityManager:
                 failures += 1
                 index.touch(page.namespace, {page.key: now_us(self.clock)})  # at the end of the order
                 continue
-            index.drop(page.namespace, page.key)
+            if not index.drop(page.namespace, page.key):
+                raise IndexDamaged("the next victim has no row under its key")
             self.evicted_pages += 1
             self.on_evicted(page.namespace, page.key)
             need -= page.size
