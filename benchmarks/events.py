@@ -1,6 +1,6 @@
-"""KV events: the cost of an event for the scheduler, and the speed of publishing.
+"""KV events: the cost of an event for the scheduler, the speed of publishing, and the size and speed of an index.
 
-    python -m benchmarks.events
+    python -m benchmarks.events [--pages PAGES]
 
 "record" is the event of a new node from the tree's call to the stream, as `EventRecorder` makes it, without hashing
 page keys. Its reference puts an existing tuple into a `queue.Queue`, the least cost of any publisher with a queue.
@@ -9,15 +9,23 @@ to a fast reader: the processor time of the scheduler's thread for the longest a
 steps.
 "publish" is the time from the stream to a subscriber's socket. Its reference packs the same fields with msgspec and
 sends them with pyzmq in one loop, without a thread, a limit or a replay buffer. ratio = our time : the reference's.
+"index" is `PrefixIndex` of an engine with a million pages (or PAGES). Its limits are the project's; its peer is the
+tree of NVIDIA Dynamo's indexer, which is one for all engines, where that is installed (.venv-engines). The peer's
+events are JSON. Lookups are of prompts in random order, whose pages are in no processor cache.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import queue
+import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -28,11 +36,17 @@ from hicache.config import EventsConfig
 from hicache.events import EventStream, Medium, PrefixIndex, Removed, Stored
 from hicache.events.publisher import EventPublisher
 from hicache.events.wire import decode_batch, encode_batch
-from hicache.keys import RadixKey, page_keys, token_bytes
+from hicache.keys import PAGE_KEY_BYTES, RadixKey, page_keys, split_keys, token_bytes
 from hicache.policies import POLICIES
 from hicache.radix import Node, RadixTree
 
 from ._table import Row, print_table, reduced
+from ._table import row as row_of
+
+try:
+    from dynamo.llm import RadixTree as PeerTree
+except ImportError:
+    PeerTree = None
 
 EVENTS = reduced(8_000, 400)
 PAGE_SIZE = 64
@@ -44,6 +58,13 @@ CAPACITY_BYTES = 1 << 30
 PER_BATCH = 64
 SNAPSHOT_NODES = reduced(100_000, 1000)
 DEPTH = 100
+INDEX_PAGES = reduced(1_000_000, 10_000)
+NODES = 64
+PROMPT_PAGES = 100
+SHARED_PAGES = 10  # of each prompt, in all nodes
+LOOKUPS = reduced(500, 5)
+PAGE_BYTES_MAX = 150
+LOOKUP_US_MAX = 30.0
 
 
 def events(pages: int) -> list[Stored]:
@@ -240,6 +261,109 @@ def follow(pages: int) -> Row:
     return row(f"follow, {pages} pages a node", min(ours), min(reference))
 
 
+class Peer:
+    """The tree of Dynamo's indexer. Its hashes are the first 63 bits of the page keys."""
+
+    def __init__(self) -> None:
+        self._tree: Any = PeerTree()
+        self._events = 0
+
+    def store(self, node: int, keys: Sequence[bytes], parent: bytes | None) -> None:
+        self._events += 1
+        blocks = [{"block_hash": number, "tokens_hash": number} for number in self.hashes(keys)]
+        stored = {"parent_hash": None if parent is None else self.hashes([parent])[0], "blocks": blocks}
+        event = {"event_id": self._events, "data": {"stored": stored}, "dp_rank": 0}
+        self._tree.apply_event(node, json.dumps(event).encode())
+
+    @staticmethod
+    def hashes(keys: Sequence[bytes]) -> list[int]:
+        return [int.from_bytes(key[:8], "big") >> 1 for key in keys]
+
+    def scores(self, hashes: Sequence[int]) -> dict[tuple[int, int], int]:
+        """Return the leading pages of each node that has any, by its number and rank."""
+        found: dict[tuple[int, int], int] = self._tree.find_matches(hashes).scores
+        return found
+
+
+class Ours:
+    """An index for each node."""
+
+    def __init__(self, nodes: int = 1) -> None:
+        self._nodes = [PrefixIndex(stored_pages_max=1 << 40) for _ in range(nodes)]
+
+    def store(self, node: int, keys: Sequence[bytes], parent: bytes | None, medium: Medium = Medium.DEVICE) -> None:
+        self._nodes[node].apply([Stored(medium, tuple(keys), parent, b"", b"", PAGE_SIZE)])
+
+    def scores(self, keys: Sequence[bytes], medium: Medium = Medium.DEVICE) -> list[int]:
+        return [node.prefix_pages(keys, medium) for node in self._nodes]
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def page_bytes(prompts: Sequence[bytes], store: Callable[[int, Sequence[bytes], None], None]) -> float:
+    """Return the bytes per page that an index grows by."""
+    before = resident_bytes()
+    for prompt in prompts:
+        store(0, split_keys(prompt), None)
+    return (resident_bytes() - before) / (PROMPT_PAGES * len(prompts))
+
+
+def lookups(
+    prompts: Sequence[bytes], ready: Callable[[list[bytes]], Any], look: Callable[[Any], object]
+) -> list[float]:
+    """Return the seconds of each lookup of a random prompt; `ready` makes its keys as new objects, untimed."""
+    draw, times = random.Random(0), []
+    for _ in range(LOOKUPS):
+        keys = ready(split_keys(draw.choice(prompts)))
+        begin = time.perf_counter()
+        look(keys)
+        times.append(time.perf_counter() - begin)
+    return times
+
+
+def index(pages: int) -> list[Row]:
+    """The rows of one node's index. First, because it measures the memory of this process."""
+    prompts = [os.urandom(PROMPT_PAGES * PAGE_KEY_BYTES) for _ in range(pages // PROMPT_PAGES)]
+    ours, what = Ours(), f"index of {pages:,} pages"
+    taken = page_bytes(prompts, ours.store)
+    rows = [Row(f"{what}: a page", f"{taken:.0f} B", f"{PAGE_BYTES_MAX} B", taken / PAGE_BYTES_MAX, 1.0)]
+    if PeerTree is not None:
+        peer = Peer()
+        theirs = page_bytes(prompts, peer.store)
+        rows.append(Row(f"{what}: a page, beside Dynamo", f"{taken:.0f} B", f"{theirs:.0f} B", taken / theirs))
+    times = lookups(prompts, list, ours.scores)
+    look = f"lookup of {PROMPT_PAGES} pages"
+    rows.append(row_of(f"{what}: {look}, on the device", [times], limit_us=LOOKUP_US_MAX))
+    if PeerTree is not None:
+        both = [times, lookups(prompts, peer.hashes, peer.scores)]
+        rows.append(row_of(f"{what}: {look}, beside Dynamo", both, None))
+    for medium in (Medium.HOST, Medium.STORAGE):
+        other = Ours()
+        for prompt in prompts:
+            other.store(0, split_keys(prompt), None, medium)
+        times = lookups(prompts, list, lambda keys, other=other, medium=medium: other.scores(keys, medium))  # type: ignore[misc]
+        rows.append(row_of(f"{what}: {look}, only on {medium.value}", [times], limit_us=LOOKUP_US_MAX))
+    return rows
+
+
+def routing(pages: int) -> Row:
+    """A lookup at all nodes. Each has the first pages of the prompt, one has all."""
+    shared = os.urandom(SHARED_PAGES * PAGE_KEY_BYTES)
+    own = PROMPT_PAGES - SHARED_PAGES
+    prompts = [shared + os.urandom(own * PAGE_KEY_BYTES) for _ in range(pages // own)]
+    sides: list[Ours | Peer] = [Ours(NODES), *([Peer()] if PeerTree is not None else [])]
+    for side in sides:
+        for node in range(NODES):
+            side.store(node, split_keys(shared), None)
+        for number, prompt in enumerate(prompts):
+            keys = split_keys(prompt)
+            side.store(number % NODES, keys[SHARED_PAGES:], keys[SHARED_PAGES - 1])
+    times = [lookups(prompts, Peer.hashes if isinstance(side, Peer) else list, side.scores) for side in sides]
+    return row_of(f"{pages:,} pages on {NODES} nodes: lookup at all, beside Dynamo", times, None)
+
+
 def row(what: str, ours_s: float, reference_s: float | None = None) -> Row:
     """Return times per event, and their ratio."""
     if reference_s is None:
@@ -249,10 +373,15 @@ def row(what: str, ours_s: float, reference_s: float | None = None) -> Row:
 
 def main() -> None:
     """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pages", type=int, default=INDEX_PAGES, help="pages in the index (default %(default)s)")
+    pages = parser.parse_args().pages
+    indexes = [*index(pages), routing(pages)]
     rows = [put_alone(False), put_alone(True)]
     rows += [measured(pages) for measured in (record, read, publish, follow) for pages in (1, 16)]
     rows += [snapshot(shape) for shape in ("flat", "deep")]
     print_table(f"KV events, per event, pages of {PAGE_SIZE} tokens (ratio = our time : the reference's)", rows)
+    print_table("Index of a router (ratio = ours : the limit or Dynamo's)", indexes)
 
 
 if __name__ == "__main__":

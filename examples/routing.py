@@ -51,10 +51,7 @@ class Backend:
 
     def cached(self, keys: Sequence[bytes], *media: Medium) -> int:
         """Return how many leading pages of a prompt are on one of `media`."""
-        index = self._follower.index
-        found = [index.prefix_pages([key], medium) for key in keys for medium in media]
-        each = [any(found[at : at + len(media)]) for at in range(0, len(found), len(media))]
-        return [*each, False].index(False)
+        return self._follower.index.prefix_pages(keys, *media)
 
     def serve(self, prompt: Sequence[int], keys: Sequence[bytes]) -> int:
         """Serve one prompt, and wait until its pages are stored and the index knows it. Return its cached tokens."""

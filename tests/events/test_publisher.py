@@ -22,7 +22,7 @@ from hicache.events.security import CurveKeys, require_private
 from hicache.events.subscriber import ClientCurve, EventFollower
 from hicache.events.wire import decode_batch
 from hicache.keys import page_keys, token_bytes
-from tests.events.world import RecordedMachine
+from tests.events.world import DescribedIndex, RecordedMachine
 from tests.seeds import rng, seeds
 from tests.waiting import wait_for
 
@@ -40,9 +40,12 @@ def follower_of(
     publisher: EventPublisher, curve: ClientCurve | None = None, timeout_s: float = TIMEOUT_S
 ) -> EventFollower:
     assert publisher.replay_endpoint is not None
-    return EventFollower(
+    follower = EventFollower(
         publisher.endpoint, publisher.replay_endpoint, curve=curve, replay_timeout_s=timeout_s, replay_interval_s=0.05
     )
+    follower.index = DescribedIndex()
+    follower.index.lose()
+    return follower
 
 
 def connected(stream: EventStream, publisher: EventPublisher, follower: EventFollower) -> None:
@@ -417,7 +420,8 @@ def test_a_publisher_without_token_ids_still_reports_locations() -> None:
     with published(stream, token_ids=False) as publisher, follower_of(publisher) as follower:
         wait_for(lambda: len(follower.index) == 1, lambda: follower.poll(0.01))
         (key,) = stored(1).keys
-        assert follower.index.prefix_pages([key], Medium.DEVICE) == 1 and follower.index.page(key).tokens == b""
+        assert follower.index.prefix_pages([key], Medium.DEVICE) == 1
+        assert isinstance(follower.index, DescribedIndex) and follower.index.described == {key: (None, b"", b"")}
 
 
 # What a publisher keeps, and what it leaves behind if it cannot start

@@ -7,12 +7,12 @@ import pytest
 
 from hicache.cache.recorder import EventRecorder
 from hicache.errors import InvariantError
-from hicache.events import Cleared, Event, EventStream, Medium, PrefixIndex, Removed, Stored
+from hicache.events import Cleared, Event, EventStream, Medium, Removed, Stored
 from hicache.keys import PageChain, RadixKey, page_keys, token_bytes
 from hicache.policies import POLICIES
 from hicache.radix import RadixTree
 from hicache.tiers import PageAllocator
-from tests.events.world import RecordedMachine, pages_of_index
+from tests.events.world import DescribedIndex, RecordedMachine, pages_of_index
 from tests.seeds import rng, seeds
 
 pytestmark = pytest.mark.long
@@ -26,7 +26,7 @@ LARGE_BYTES = 1 << 30
 def test_an_index_that_follows_random_operations_equals_the_tree_after_each(page_size: int, seed: int) -> None:
     stream = EventStream(LARGE_BYTES)
     machine = RecordedMachine(page_size, rng(seed), stream)
-    reader, index = stream.subscribe(), PrefixIndex()
+    reader, index = stream.subscribe(), DescribedIndex()
     for _ in range(STEPS):
         machine.step()
         index.apply(reader.drain(1000))
@@ -40,7 +40,7 @@ def test_a_slow_reader_gets_a_gap_and_equals_the_tree_again_after_a_snapshot(see
     random_numbers = rng(seed)
     stream = EventStream(8 << 10)
     machine = RecordedMachine(4, random_numbers, stream)
-    reader, index = stream.subscribe(), PrefixIndex()
+    reader, index = stream.subscribe(), DescribedIndex()
     for _ in range(STEPS):
         machine.step()
         machine.recorder.poll(machine.tree)
@@ -61,7 +61,7 @@ def followed_in_slices(seed: int, *, deaf: bool = False) -> list[bool]:
     random_numbers = rng(seed)
     stream = EventStream(LARGE_BYTES)
     machine = RecordedMachine(4, random_numbers, stream, slice_s=0.0)
-    reader, index, right = stream.subscribe(), PrefixIndex(), list[bool]()
+    reader, index, right = stream.subscribe(), DescribedIndex(), list[bool]()
     for _ in range(STEPS):
         machine.step()
     for _ in range(20):
@@ -119,7 +119,7 @@ def test_clearing_the_cache_ends_a_snapshot_and_later_requests_get_the_next() ->
     recorder.cleared()
     recorder.poll(RadixTree(1, POLICIES["lru"]))
     for reader in readers:
-        index = PrefixIndex()
+        index = DescribedIndex()
         while events := reader.drain(100):
             index.apply(events)
         assert reader.in_sync and len(index) == 0
@@ -143,7 +143,7 @@ def test_pages_that_leave_the_tree_stay_indexed_until_storage_loses_them() -> No
 
 def test_a_reader_starts_over_after_a_change_of_store() -> None:
     stream, tree, _ = filled_tree()
-    reader, index = stream.subscribe(), PrefixIndex()
+    reader, index = stream.subscribe(), DescribedIndex()
     (node,) = tree.nodes()
     tree.stored.add(node)
     tree.evict_device(4)
@@ -153,17 +153,6 @@ def test_a_reader_starts_over_after_a_change_of_store() -> None:
     while events := reader.drain(100):
         index.apply(events)
     assert reader.in_sync and len(index) == 0
-
-
-def test_an_index_limits_the_pages_that_are_only_on_storage() -> None:
-    events = [event._replace(medium=Medium.STORAGE) for event in chain(16)[:4] if isinstance(event, Stored)]
-    index = PrefixIndex(stored_pages_max=2)
-    index.apply([*chain(16)[:1], *events])
-    first, second, third, fourth = (event.keys[0] for event in events)
-    assert index.keys(Medium.STORAGE) == {first, third, fourth}  # the first is on the device too
-    index.apply([Removed(Medium.DEVICE, (first,))])
-    assert index.keys(Medium.STORAGE) == {fourth, first} and second not in index.keys(Medium.STORAGE)
-    index.check()
 
 
 def test_events_are_recorded_without_hashing_and_a_page_that_leaves_unhashed_has_its_key() -> None:
@@ -193,8 +182,8 @@ def everything(stream: EventStream) -> tuple[Event, ...]:
     return stream.subscribe().drain(1 << 30)
 
 
-def followed(*events: Event) -> PrefixIndex:
-    index = PrefixIndex()
+def followed(*events: Event) -> DescribedIndex:
+    index = DescribedIndex()
     index.apply(events)
     return index
 
@@ -243,27 +232,6 @@ def test_the_check_detects_tokens_that_do_not_match_the_key() -> None:
     assert isinstance(event, Stored)
     with pytest.raises(InvariantError, match="hash"):
         followed(event._replace(tokens=bytes(16))).check()
-
-
-def test_prefixes_are_found_per_medium() -> None:
-    events = chain(16)[:4]
-    host = [event._replace(medium=Medium.HOST) for event in events[:2] if isinstance(event, Stored)]
-    index = followed(*events, *host)
-    keys = page_keys(token_bytes(range(20)), 4)
-    assert [index.prefix_pages(keys, medium) for medium in Medium] == [4, 2, 0]
-    assert index.prefix_pages(keys[:3], Medium.DEVICE) == 3
-    assert index.page(keys[0]).media == {Medium.DEVICE, Medium.HOST}
-    assert index.pages() == {Medium.DEVICE: 4, Medium.HOST: 2}
-
-
-def test_an_index_out_of_sync_is_empty_and_ignores_events_until_it_is_started_over() -> None:
-    first, *_ = chain(4)
-    index = followed(first)
-    index.lose()
-    index.apply([first])
-    assert len(index) == 0 and not index.in_sync
-    index.apply([Cleared(), first])
-    assert len(index) == 1 and index.in_sync
 
 
 def filled_tree(tokens: int = 64) -> tuple[EventStream, RadixTree, RadixKey]:

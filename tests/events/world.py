@@ -2,16 +2,51 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+from collections.abc import Iterable
 
 from hicache.cache.recorder import EventRecorder
-from hicache.events import EventStream, Medium, PrefixIndex
+from hicache.errors import InvariantError
+from hicache.events import Event, EventStream, Medium, PrefixIndex, Stored
 from hicache.keys import TOKEN_BYTES, page_keys
 from hicache.radix import Node, RadixTree
 from tests.radix.machine import Machine
 
 # For each page on a medium, by its key: the key of the page before it, the seed, the tokens.
 Pages = dict[bytes, tuple[bytes | None, bytes, bytes]]
+
+
+class DescribedIndex(PrefixIndex):
+    """An index that also keeps what the events say of each page, and checks it: the parent of a page on the device is
+    there, of one on the host there or on the device, and a key is the hash of its parent's (or the seed) and tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.described: Pages = {}
+
+    def apply(self, events: Iterable[Event]) -> None:
+        """Do as the base class, and remember the pages."""
+        events = tuple(events)
+        for event in events:
+            for number in range(len(event.keys) if isinstance(event, Stored) else 0):
+                assert isinstance(event, Stored)
+                page = event.part(number, number + 1)
+                self.described.setdefault(page.keys[0], (page.parent, page.seed, page.tokens))
+        super().apply(events)
+
+    def check(self) -> None:
+        """Do as the base class, and check the pages."""
+        super().check()
+        device, host = self.keys(Medium.DEVICE), self.keys(Medium.HOST)
+        either = device | host
+        for key in either | self.keys(Medium.STORAGE):
+            parent, seed, tokens = self.described[key]
+            near = device if key in device else either if key in host else None
+            if parent is not None and near is not None and parent not in near:
+                raise InvariantError("described index: a page is on a medium but its parent is not")
+            if tokens and hashlib.sha256((seed if parent is None else parent) + tokens).digest() != key:
+                raise InvariantError("described index: a key is not the hash of its tokens")
 
 
 class Recorder(EventRecorder):
@@ -80,6 +115,7 @@ class RecordedMachine(Machine):
 
     def is_known(self, index: PrefixIndex) -> bool:
         """True if an index that began with a snapshot is correct. It may lack pages that are only on storage."""
+        assert isinstance(index, DescribedIndex)
         found, tree = pages_of_index(index), pages_of_tree(self.tree)
         stored = found.pop(Medium.STORAGE).items()
         return tree.pop(Medium.STORAGE).items() <= stored <= self.storage.items() and found == tree
@@ -113,9 +149,6 @@ def _add_pages_below(node: Node, parent: bytes | None, seed: bytes, page_size: i
         _add_pages_below(child, keys[-1], seed, page_size, found)
 
 
-def pages_of_index(index: PrefixIndex) -> dict[Medium, Pages]:
+def pages_of_index(index: DescribedIndex) -> dict[Medium, Pages]:
     """Return the pages on each medium, from an index."""
-    return {
-        medium: {key: (page.parent, page.seed, page.tokens) for key in index.keys(medium) for page in [index.page(key)]}
-        for medium in Medium
-    }
+    return {medium: {key: index.described[key] for key in index.keys(medium)} for medium in Medium}

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from hicache.cache import HiRadixCache, Pin
-from hicache.events import EventReader, Medium, PrefixIndex, Removed, Stored
+from hicache.events import EventReader, Medium, Removed, Stored
 from hicache.keys import TOKEN_BYTES, RadixKey, page_keys
 from hicache.radix import Node, RadixTree
+from tests.events.world import DescribedIndex
 from tests.simulation.memory import Finding, SimulatedDevicePool, SimulatedHostPool
 from tests.stamps import Stamps
 
@@ -131,7 +132,7 @@ class Follower:
     def __init__(self, cache: HiRadixCache, reader: EventReader) -> None:
         self._cache = cache
         self._reader = reader
-        self._index = PrefixIndex()
+        self._index = DescribedIndex()
         # The tree marks a run that storage has lost at its last page only; events name each page.
         self._lost: set[bytes] = set()
 
