@@ -18,6 +18,7 @@ from ...geometry import PAGE_SIZE_MAX
 from ...units import exact_size, parse_size
 from ..plan import Plan, PlanInputs, make_plan
 from ..plan.report import csv_report, html_report
+from ..plan.result import PRICES
 from ..traces.request import TraceRequest
 from ..traces.routing import Routing
 from ..traces.trace import REQUESTS_MAX, line_count, read_trace
@@ -35,6 +36,16 @@ PETABYTE = 10**15
 
 def _storage_size(text: Any) -> Any:
     return {"unlimited": None, "none": 0}[text] if text in ("unlimited", "none") else parse_size(text)
+
+
+def _prices(text: Any) -> Any:
+    """Return prices by tier of text such as `host=1,storage=0.05`; for other tiers, those of `PRICES`."""
+    if not isinstance(text, str):
+        return text
+    parts = [part.partition("=") for part in text.split(",")]
+    if not all(tier in PRICES and price for tier, _, price in parts):
+        raise ValueError(f"{text[:40]!r} is not a list of prices; write it like device=30,host=1,storage=0.03")
+    return {**PRICES, **{tier: Number(1e-6, 1e6).convert(price, None, None) for tier, _, price in parts}}
 
 
 @click.command()
@@ -62,6 +73,9 @@ def _storage_size(text: Any) -> Any:
               help="Nodes with their own L1 and L2; compares routings if there are several.")  # fmt: skip
 @click.option("--routing", type=click.Choice([each.value for each in Routing]), default=Routing.PREFIX.value,
               show_default=True, help="The node of a request.")  # fmt: skip
+@click.option("--prices", type=Quantity("prices", _prices), metavar="PRICES", show_default=True,
+              default=",".join(f"{tier}={price:g}" for tier, price in PRICES.items()),
+              help="Relative price of a GiB of each tier. The default is an assumption.")  # fmt: skip
 @report_options("plan", csv="the found tokens over sizes")
 def plan(
     *, trace: Path, requests: int, model: str | None, token_bytes: int | None, prefill_rate: float | None,

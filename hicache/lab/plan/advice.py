@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
-from ...units import format_share, format_size
+from ...units import counted, format_share, format_size
 from ..tier_names import TIER_NAMES, TIERS
 from .curves import ENOUGH_SHARE
-from .result import Fleet, Plan, Policy
+from .result import SAME_SHARE, Fleet, Plan, Policy
 
 # Disks are replaced after about as many years.
 _WEAR_YEARS = 5.0
@@ -29,6 +30,7 @@ def recommendation(plan: Plan) -> tuple[str, ...]:
 
 
 def _sentences(plan: Plan) -> Iterator[str]:
+    yield from _too_long(plan)
     yield _reuse(plan)
     if plan.traffic.reusable_tokens:
         yield from _sizes(plan)
@@ -38,6 +40,16 @@ def _sentences(plan: Plan) -> Iterator[str]:
     yield from _wear(plan)
     if plan.fleet is not None:
         yield from _routing(plan, plan.fleet)
+
+
+def _too_long(plan: Plan) -> Iterator[str]:
+    traffic, device = plan.traffic, plan.setup.sizes["device"]
+    if traffic.too_long and device is not None:
+        share = format_share(traffic.too_long_tokens, traffic.prompt_tokens + traffic.too_long_tokens)
+        yield (
+            f"Left out: {counted(traffic.too_long, 'request')} with {traffic.too_long_tokens:,} prompt tokens ({share} "
+            f"of the trace), longer than L1, which has {device.tokens:,} tokens. Use a larger L1 for them."
+        )
 
 
 def _reuse(plan: Plan) -> str:
@@ -77,12 +89,15 @@ def _sizes(plan: Plan) -> Iterator[str]:
 
 
 def _next_gib(plan: Plan) -> Iterator[str]:
-    worth = {tier: more.prefill_s_per_day or 0.0 for tier, more in plan.more_gib.items()}
-    best = max(worth, key=worth.__getitem__)
-    if worth[best] >= _WORTH_S:
+    saved = {tier: more.prefill_s_per_day or 0.0 for tier, more in plan.more_gib.items()}
+    worth = {tier: saved[tier] / more.price for tier, more in plan.more_gib.items()}
+    best = max((tier for tier in worth if saved[tier] >= _WORTH_S), key=worth.__getitem__, default=None)
+    if best is not None:
+        each = ", ".join(f"{TIER_NAMES[tier]} {worth[tier]:,.1f} s at {plan.more_gib[tier].price:g}" for tier in worth)
         yield (
-            f"The next GiB saves most on {TIER_NAMES[best]}: {plan.more_gib[best].saved_tokens:,} tokens of the trace, "
-            f"or {worth[best]:,.0f} s of computing per day."
+            f"For its price, the next GiB saves most on {TIER_NAMES[best]}: {plan.more_gib[best].saved_tokens:,} "
+            f"tokens of the trace, or {saved[best]:,.0f} s of computing per day. Divided by the relative price of the "
+            f"GiB, an assumption (--prices): {each}."
         )
 
 
@@ -97,6 +112,19 @@ def _service(plan: Plan) -> Iterator[str]:
         f"with L1 and L2, and {shown[3]} with all tiers. Computing takes {all_.prefill_s:,.0f} s instead of "
         f"{without.prefill_s:,.0f} s."
     )
+    if without.load is None or all_.load is None or plan.setup.duration_s is None:
+        return
+    nodes = counted(plan.setup.nodes, "node")
+    yield (
+        f"This is {100 * all_.load:,.1f} % of the time that {nodes} {'have' if plan.setup.nodes > 1 else 'has'} during "
+        f"the trace, instead of {100 * without.load:,.1f} %, without decoding."
+    )
+    if all_.load > 1:
+        yield (
+            f"The trace asks for more computing than there is time: {all_.prefill_s:,.0f} s in "
+            f"{plan.setup.duration_s:,.0f} s on {nodes}. Queues grow to the end, so times to first token are far "
+            f"longer. With these hits, it needs at least {math.ceil(all_.load * plan.setup.nodes)} nodes."
+        )
 
 
 def _store(plan: Plan) -> Iterator[str]:
@@ -175,3 +203,8 @@ def _routing(plan: Plan, fleet: Fleet) -> Iterator[str]:
             yield f"{text} To find as much as {fleet.best}, it needs {more} more L3."
         else:
             yield f"{text} It finds as much as {fleet.best}."
+    if len(fleet.equal) > 1:
+        yield (
+            f"Routings {', '.join(fleet.equal)} differ by less than {100 * SAME_SHARE:.0f} % of the found tokens. A "
+            "plan is not more exact, so it advises none of them before the others."
+        )

@@ -9,7 +9,7 @@ from ...units import exact_size, format_share, format_size
 from ..pages import captioned, html_page, html_table, html_tiles
 from ..plots import Axis, Curve, Mark, bars, linear_axis, lines
 from ..tier_names import TIER_NAMES
-from .result import SERVICES, Plan
+from .result import SAME_SHARE, SERVICES, Plan
 from .tables import (
     ENOUGH,
     Table,
@@ -166,13 +166,16 @@ def _routings(plan: Plan) -> Iterator[str]:
         rows.append((name, float(on_node), format_share(on_node, prompt)))
     yield "<h2>Routing</h2>"
     yield captioned(title, bars(rows, colour=0, title=title)) + _table(routing_table(plan))
-    yield '<p class="soft">The star marks the routing that finds the most.</p>'
+    yield '<p class="soft">The star marks the routings that find the most, and of these the most on the node. '
+    yield f"Differences below {100 * SAME_SHARE:.0f} % of the found tokens do not count.</p>"
 
 
 def _setup(plan: Plan) -> Iterator[tuple[str, str]]:
     setup = plan.setup
     compute, host, store = setup.speeds.compute, setup.speeds.host_bytes_per_s, setup.speeds.storage
     yield "model", f"{setup.model}, {exact_size(setup.token_bytes)} per token"
+    yield "requests longer than L1, left out", f"{plan.traffic.too_long:,}, {plan.traffic.too_long_tokens:,} tokens"
+    yield "relative prices of a GiB", ", ".join(f"{tier} {price:g}" for tier, price in setup.prices.items())
     yield "tokens per page", f"{setup.page_size}"
     for tier, size in setup.sizes.items():
         yield TIER_NAMES[tier], f"{format_tier_size(size)}{'' if size is None else f', {size.tokens:,} tokens'}"

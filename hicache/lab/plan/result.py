@@ -18,6 +18,8 @@ from ..speeds import Speeds
 from ..traces.request import TraceRequest
 from ..traces.routing import Routing
 
+# An assumption: a GiB of each tier costs about 30 times one of the next tier. Only ratios matter.
+PRICES: Mapping[str, float] = {"device": 30.0, "host": 1.0, "storage": 0.03}
 # A trace that can be read several times.
 Requests: TypeAlias = Callable[[], Iterator[TraceRequest]]
 
@@ -26,7 +28,8 @@ Requests: TypeAlias = Callable[[], Iterator[TraceRequest]]
 class PlanInputs:
     """The system to plan. `device_bytes` and `host_bytes` are the sizes of L1 and L2 on each of `nodes` nodes,
     `storage_bytes` that of the shared L3: None without a limit, 0 without a store. All are rounded down to whole pages.
-    `routing` decides which node serves a request. `endurance_bytes` is what may be written to L3 before it is worn."""
+    `routing` decides which node serves a request. `endurance_bytes` is what may be written to L3 before it is worn.
+    `prices` are the relative prices of a GiB by tier."""
 
     trace: str
     model: ModelShape
@@ -39,6 +42,7 @@ class PlanInputs:
     speeds: Speeds = field(default_factory=Speeds)
     endurance_bytes: int | None = None
     selective_hits: int = HiCacheConfig().selective_hits
+    prices: Mapping[str, float] = field(default_factory=lambda: PRICES)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,9 +55,9 @@ class Size:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setup:
-    """The trace and the system. `sizes` is by tier: `device` and `host` on each node, `storage` for all; None is a
-    store without a limit. `duration_s` is the time between the first and the last request, None if all have the same
-    timestamp."""
+    """The trace and the system. `requests` are those that fit into L1. `sizes` is by tier: `device` and `host` on each
+    node, `storage` for all; None is a store without a limit. `duration_s` is the time between the first and the last
+    request, None if all have the same timestamp."""
 
     trace: str
     requests: int
@@ -67,17 +71,22 @@ class Setup:
     speeds: Speeds
     endurance_bytes: int | None
     selective_hits: int
+    prices: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traffic:
     """The tokens of a trace. `reusable_tokens` are the hits of an unlimited cache, in whole pages and without the last
-    token of a prompt. `footprint` is all distinct pages of the trace, of outputs too: a larger tier is not fuller."""
+    token of a prompt. `footprint` is all distinct pages of the trace, of outputs too: a larger tier is not fuller.
+    `too_long` requests with `too_long_tokens` prompt tokens do not fit into L1. No other figure counts them, and
+    replays leave them out."""
 
     prompt_tokens: int
     output_tokens: int
     reusable_tokens: int
     footprint: Size
+    too_long: int
+    too_long_tokens: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,24 +124,28 @@ class Curve:
 class Service:
     """The service of requests by some tiers. The times to first token are those of a request that does not wait in a
     queue and whose copies do not overlap with compute. `prefill_s` is the time of computing of all requests, without
-    copies. All times are None without a rate of prefill."""
+    copies. `load` is its share of the time that all nodes have: above 1, they cannot serve the trace. All times are
+    None without a rate of prefill, and `load` also without a duration."""
 
     hit_tokens: int
     ttft_mean_s: float | None
     ttft_p50_s: float | None
     ttft_p99_s: float | None
     prefill_s: float | None
+    load: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MoreMemory:
     """The worth of one more GiB of one tier; of L1 and L2, on each node. `tier_tokens` more tokens are found on this
     tier. `saved_tokens` of them are hits of no tier without the GiB: they are no longer computed. `prefill_s_per_day`
-    is the computing time that they save, None without a rate of prefill or without a duration."""
+    is the computing time that they save, None without a rate of prefill or without a duration. `price` is the relative
+    price of the GiB, on all nodes that get one."""
 
     tier_tokens: int
     saved_tokens: int
     prefill_s_per_day: float | None
+    price: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,7 +178,7 @@ class Policy:
 class RoutingPlan:
     """The system with another routing. `busiest_share` is the share of all prompt tokens that the busiest node serves.
     `equal_storage` is the smallest L3 with which this routing finds as many tokens as the best routing does with the
-    given L3, None if it never does."""
+    given L3, less `SAME_SHARE`; None if it never does."""
 
     tiers: Mapping[str, TierUse]
     services: Mapping[str, Service]
@@ -175,12 +188,17 @@ class RoutingPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """Several nodes with one store, by routing. `best` is the routing that finds the most tokens."""
+    """Several nodes with one store, by routing. `equal` are the routings that find the most tokens, and of these the
+    most on the node: differences below `SAME_SHARE` of the found tokens are noise. `best` is the one of them with the
+    least busy busiest node."""
 
     best: Routing
+    equal: tuple[Routing, ...]
     routings: Mapping[str, RoutingPlan]
 
 
+# Plans and replays differ by up to this share of all hits, so a smaller difference of two plans decides nothing.
+SAME_SHARE = 0.02
 # The keys of `Plan.services`, from no cache to all tiers.
 SERVICES: Mapping[str, str] = {
     "none": "no cache",

@@ -59,7 +59,8 @@ class Reuse:
 
     `node` has the distances among the requests of the same node, `shared` those among all; with one node they are the
     same object. `node_tokens` are the prompt tokens of each node. `footprint_pages` are all distinct pages,
-    `unevicted_pages` those that never left L1, summed over nodes.
+    `unevicted_pages` those that never left L1, summed over nodes. `too_long` requests, with `too_long_tokens` prompt
+    tokens, do not fit into L1. As in a replay, no other figure counts them, except the duration.
     """
 
     prompt_tokens: Counts
@@ -72,6 +73,8 @@ class Reuse:
     node_tokens: tuple[int, ...]
     footprint_pages: int
     unevicted_pages: int
+    too_long: int
+    too_long_tokens: int
 
 
 class _Columns:
@@ -93,7 +96,7 @@ def reuse_of(requests: Requests, inputs: PlanInputs, routing: Routing, device_pa
     """Read a trace and return its reuse. On one node, a million requests of 27 blocks in conversations take 90 s of one
     core and 1.2 GiB. Each of several nodes takes no more, but the stack of all requests takes as much again.
 
-    Raises InvalidInput for an empty trace, and as `PathSource` does.
+    Raises InvalidInput for a trace without a request that fits into L1, and as `PathSource` does.
     """
     source = PathSource(inputs.page_size)
     router = Router(routing, inputs.nodes) if inputs.nodes > 1 else None
@@ -102,9 +105,14 @@ def reuse_of(requests: Requests, inputs: PlanInputs, routing: Routing, device_pa
     node_columns, shared_columns = _Columns(), _Columns()
     node_tokens = [0] * inputs.nodes
     prompt_tokens, kv_pages = array("q"), array("q")
-    output_tokens, first_ms, last_ms = 0, None, 0.0
+    output_tokens, too_long, too_long_tokens, first_ms, last_ms = 0, 0, 0, None, 0.0
     for request in requests():
         path, node = source.take(request), 0 if router is None else router.route(request)
+        first_ms = request.timestamp_ms if first_ms is None else min(first_ms, request.timestamp_ms)
+        last_ms = max(last_ms, request.timestamp_ms)
+        if device_pages and request.kv_tokens > device_pages * inputs.page_size:
+            too_long, too_long_tokens = too_long + 1, too_long_tokens + request.input_length
+            continue
         node_columns.add(stacks[node].use(path))
         if router is not None:
             shared_columns.add(shared_stack.use(path))
@@ -112,10 +120,10 @@ def reuse_of(requests: Requests, inputs: PlanInputs, routing: Routing, device_pa
         prompt_tokens.append(request.input_length)
         kv_pages.append(request.kv_tokens // inputs.page_size)
         output_tokens += request.output_length
-        first_ms = request.timestamp_ms if first_ms is None else min(first_ms, request.timestamp_ms)
-        last_ms = max(last_ms, request.timestamp_ms)
     if first_ms is None:
         raise InvalidInput(f"trace {inputs.trace}: is empty; use a trace with at least one request")
+    if not prompt_tokens:
+        raise InvalidInput(f"trace {inputs.trace}: all {too_long:,} requests are longer than L1; use a larger L1")
     node_known = node_columns.known_pages()
     prompts = np.array(prompt_tokens, np.int64)
     return Reuse(
@@ -129,4 +137,6 @@ def reuse_of(requests: Requests, inputs: PlanInputs, routing: Routing, device_pa
         node_tokens=tuple(node_tokens),
         footprint_pages=shared_stack.pages,
         unevicted_pages=sum(stack.never_deeper(device_pages) for stack in stacks),
+        too_long=too_long,
+        too_long_tokens=too_long_tokens,
     )

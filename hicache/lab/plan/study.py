@@ -15,6 +15,7 @@ from ..traces.routing import Routing
 from .advice import UNKNOWNS, recommendation
 from .curves import Found, curve, reach, smallest_size
 from .result import (
+    SAME_SHARE,
     Curve,
     Fleet,
     MoreMemory,
@@ -39,8 +40,8 @@ _ROUTINGS = (Routing.RANDOM, Routing.SESSION, Routing.PREFIX)
 def make_plan(requests: Requests, inputs: PlanInputs) -> Plan:
     """Return the plan of a trace. Reads it once, and with several nodes once for each routing.
 
-    Raises InvalidInput for an empty trace, sizes below 0, nodes below 1, and a page size that neither divides the
-    trace's blocks nor is a multiple of them.
+    Raises InvalidInput for a trace without a request that fits into L1, sizes below 0, nodes below 1, and a page size
+    that neither divides the trace's blocks nor is a multiple of them.
     """
     _require(inputs)
     tiers, times = tier_pages(inputs), costs(inputs)
@@ -56,11 +57,13 @@ def make_plan(requests: Requests, inputs: PlanInputs) -> Plan:
             output_tokens=reuse.output_tokens,
             reusable_tokens=int(most.sum()) * inputs.page_size,
             footprint=size_of(reuse.footprint_pages, inputs),
+            too_long=reuse.too_long,
+            too_long_tokens=reuse.too_long_tokens,
         ),
         tiers=uses_of_tiers(has, hits, inputs.page_size, prompt_tokens),
         curves=_curves(reuse, tiers, has, inputs),
-        services=_services(reuse, has, times),
-        more_gib={tier: _more_gib(tier, reuse, tiers, has, times) for tier in TIERS},
+        services=_services(reuse, has, times, inputs.nodes),
+        more_gib={tier: _more_gib(tier, reuse, tiers, has, times, inputs) for tier in TIERS},
         break_even=_break_even(reuse, most, times) if times.computes and tiers.storage != 0 else None,
         policies=policies_of(reuse, tiers, has, times, inputs),
         fleet=_fleet(requests, inputs, tiers, times, reuse) if inputs.nodes > 1 else None,
@@ -75,6 +78,8 @@ def _require(inputs: PlanInputs) -> None:
         size = getattr(inputs, f"{tier}_bytes")
         if size is not None and size < 0:
             raise InvalidInput(f"{tier}_bytes must be at least 0, got {size}")
+        if not inputs.prices[tier] > 0:
+            raise InvalidInput(f"prices must be above 0, got {inputs.prices[tier]} for {tier}")
     for name in ("nodes", "page_size", "selective_hits"):
         if getattr(inputs, name) < 1:
             raise InvalidInput(f"{name} must be at least 1, got {getattr(inputs, name)}")
@@ -98,6 +103,7 @@ def _setup(inputs: PlanInputs, tiers: TierPages, reuse: Reuse) -> Setup:
         speeds=inputs.speeds,
         endurance_bytes=inputs.endurance_bytes,
         selective_hits=inputs.selective_hits,
+        prices=inputs.prices,
     )
 
 
@@ -119,20 +125,22 @@ def _curves(reuse: Reuse, tiers: TierPages, has: Split, inputs: PlanInputs) -> d
     }
 
 
-def _services(reuse: Reuse, has: Split, times: Costs) -> dict[str, Service]:
+def _services(reuse: Reuse, has: Split, times: Costs, nodes: int) -> dict[str, Service]:
     nothing = np.zeros_like(has.device)
     return {
-        "none": _service(reuse, Split(nothing, nothing, nothing), times),
-        "device": _service(reuse, Split(has.device, has.device, has.device), times),
-        "device_host": _service(reuse, times.hits(Split(has.device, has.host, has.host)), times),
-        "all": _service(reuse, times.hits(has), times),
+        "none": _service(reuse, Split(nothing, nothing, nothing), times, nodes),
+        "device": _service(reuse, Split(has.device, has.device, has.device), times, nodes),
+        "device_host": _service(reuse, times.hits(Split(has.device, has.host, has.host)), times, nodes),
+        "all": _service(reuse, times.hits(has), times, nodes),
     }
 
 
-def _service(reuse: Reuse, hits: Split, times: Costs) -> Service:
+def _service(reuse: Reuse, hits: Split, times: Costs, nodes: int) -> Service:
     hit_tokens = int(hits.storage.sum()) * times.page_size
     if not times.computes:
-        return Service(hit_tokens=hit_tokens, ttft_mean_s=None, ttft_p50_s=None, ttft_p99_s=None, prefill_s=None)
+        return Service(
+            hit_tokens=hit_tokens, ttft_mean_s=None, ttft_p50_s=None, ttft_p99_s=None, prefill_s=None, load=None
+        )
     prefill_s = times.compute_s(hits.storage, reuse.prompt_tokens - hits.storage * times.page_size)
     ttft_s = prefill_s + times.copy_s(hits.storage - hits.device) + times.read_s(hits.storage - hits.host)
     p50_s, p99_s = np.percentile(ttft_s, (50, 99), method="inverted_cdf").tolist()
@@ -142,12 +150,14 @@ def _service(reuse: Reuse, hits: Split, times: Costs) -> Service:
         ttft_p50_s=p50_s,
         ttft_p99_s=p99_s,
         prefill_s=float(prefill_s.sum()),
+        load=None if reuse.duration_s is None else float(prefill_s.sum()) / (reuse.duration_s * nodes),
     )
 
 
-def _more_gib(tier: str, reuse: Reuse, tiers: TierPages, has: Split, times: Costs) -> MoreMemory:
-    larger = tiers.more(tier, GIB // times.page_bytes)
-    has_more = found(reuse, larger)
+def _more_gib(
+    tier: str, reuse: Reuse, tiers: TierPages, has: Split, times: Costs, inputs: PlanInputs
+) -> MoreMemory:
+    has_more = found(reuse, tiers.more(tier, GIB // times.page_bytes))
     before, after = times.hits(has), times.hits(has_more)
     per_day = None
     if times.computes and reuse.duration_s is not None:
@@ -157,6 +167,7 @@ def _more_gib(tier: str, reuse: Reuse, tiers: TierPages, has: Split, times: Cost
         tier_tokens=(has_more.by_tier()[tier] - has.by_tier()[tier]) * times.page_size,
         saved_tokens=int((after.storage - before.storage).sum()) * times.page_size,
         prefill_s_per_day=per_day,
+        price=inputs.prices[tier] * (1 if tier == "storage" else inputs.nodes),
     )
 
 
@@ -187,19 +198,22 @@ def _fleet(requests: Requests, inputs: PlanInputs, tiers: TierPages, times: Cost
     }
     splits = {routing: found(one, tiers) for routing, one in reuses.items()}
     totals = {routing: int(has.storage.sum()) for routing, has in splits.items()}
-    # With equal totals, the pages on faster tiers decide.
-    best = max(splits, key=lambda each: (totals[each], int(splits[each].host.sum()), int(splits[each].device.sum())))
+    same = SAME_SHARE * max(totals.values())
+    most = max(totals.values()) - same
+    on_node = {routing: int(has.host.sum()) for routing, has in splits.items() if totals[routing] >= most}
+    equal = tuple(routing for routing, pages in on_node.items() if pages >= max(on_node.values()) - same)
     prompt_tokens = int(reuse.prompt_tokens.sum())
 
     def plan(routing: Routing) -> RoutingPlan:
         one, has = reuses[routing], splits[routing]
         beyond = _found_by_size(one, tiers, has)["storage"]
-        equal = smallest_size(beyond, totals[best] - int(has.host.sum()), one.footprint_pages)
+        enough = smallest_size(beyond, most - int(has.host.sum()), one.footprint_pages)
         return RoutingPlan(
             tiers=uses_of_tiers(has, times.hits(has), inputs.page_size, prompt_tokens),
-            services=_services(one, has, times),
+            services=_services(one, has, times, inputs.nodes),
             busiest_share=max(one.node_tokens) / prompt_tokens,
-            equal_storage=None if equal is None else size_of(equal, inputs),
+            equal_storage=None if enough is None else size_of(enough, inputs),
         )
 
-    return Fleet(best=best, routings={routing.value: plan(routing) for routing in splits})
+    best = min(equal, key=lambda each: max(reuses[each].node_tokens))
+    return Fleet(best=best, equal=equal, routings={routing.value: plan(routing) for routing in splits})

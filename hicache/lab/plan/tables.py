@@ -66,7 +66,7 @@ def policy_table(plan: Plan) -> Table:
 
 
 def routing_table(plan: Plan) -> Table:
-    """Return the routings of several nodes, none for one node. The best routing has a star."""
+    """Return the routings of several nodes, none for one node. The best routings have a star."""
     fleet, prompt = plan.fleet, plan.traffic.prompt_tokens
     if fleet is None:
         return (), ()
@@ -75,7 +75,7 @@ def routing_table(plan: Plan) -> Table:
         found = {tier: use.found_tokens for tier, use in one.tiers.items()}
         equal = "no size" if one.equal_storage is None else format_size(one.equal_storage.bytes)
         rows.append((
-            f"{name} *" if name == fleet.best else name, format_share(sum(found.values()), prompt),
+            f"{name} *" if name in fleet.equal else name, format_share(sum(found.values()), prompt),
             format_share(found["device"] + found["host"], prompt), f"{100 * one.busiest_share:.1f} %",
             format_duration(one.services["all"].ttft_mean_s), equal,
         ))  # fmt: skip

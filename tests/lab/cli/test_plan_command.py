@@ -49,8 +49,8 @@ def test_options_become_the_inputs_of_the_plan_and_all_reports_are_those_of_this
         str(trace), "--requests", "100", "--token-bytes", "1024", "--page-size", "32", "--device-size", "10MiB",
         "--host-size", "20MiB", "--storage-size", "1GiB", "--prefill-rate", "5000", "--attention-rate", "1e6",
         "--host-bandwidth", "10GB/s", "--storage", "read=2GB/s,write=1GB/s,fixed=1ms,parallel=2", "--endurance", "0.5",
-        "--nodes", "3", "--routing", "session", "--json", str(files["json"]), "--csv", str(files["csv"]),
-        "--report", str(files["html"]),
+        "--nodes", "3", "--routing", "session", "--prices", "device=50,storage=0.1", "--json", str(files["json"]),
+        "--csv", str(files["csv"]), "--report", str(files["html"]),
     )  # fmt: skip
     assert (code, errors) == (0, "")
     plan = make_plan(
@@ -58,6 +58,7 @@ def test_options_become_the_inputs_of_the_plan_and_all_reports_are_those_of_this
         PlanInputs(
             trace="trace.jsonl", model=ModelShape("unnamed model", 1024), page_size=32, device_bytes=10 * MIB,
             host_bytes=20 * MIB, storage_bytes=GIB, nodes=3, routing=Routing.SESSION, endurance_bytes=5 * 10**14,
+            prices={"device": 50, "host": 1, "storage": 0.1},
             speeds=Speeds(compute=ComputeSpeed(tokens_per_s=5000, pairs_per_s=1e6), host_bytes_per_s=10e9,
                           storage=StorageSpeed(read_bytes_per_s=2e9, write_bytes_per_s=1e9, fixed_s=1e-3, parallel=2)),
         ),
@@ -79,7 +80,7 @@ def test_the_bare_command_plans_the_default_system(tmp_path: Path, trace: Path) 
         "device": 40 * GIB, "host": 200 * GIB, "storage": 2048 * GIB
     }  # fmt: skip
     assert setup["token_bytes"] == model_shape("llama-3.1-8b").token_bytes and setup["page_size"] == 64
-    for shown in ("40GiB", "200GiB", "2TiB", "llama-3.1-8b"):
+    for shown in ("40GiB", "200GiB", "2TiB", "llama-3.1-8b", "device=30,host=1,storage=0.03"):
         assert shown in invoke("--help")[1], shown
 
 
@@ -137,6 +138,8 @@ def test_a_page_goes_to_standard_output(trace: Path) -> None:
         (("--routing", "best"), "'rotate', 'random', 'session', 'prefix'"),
         (("--prefill-rate", "nan"), "is not a number"),
         (("--endurance", "0"), "is not in the range"),
+        (("--prices", "gpu=3"), "'gpu=3' is not a list of prices; write it like device=30,host=1,storage=0.03"),
+        (("--prices", "host=0"), "0.0 is not in the range"),
         (("--json", "x/y"), "the directory x does not exist; create it"),
         (("--json", "-", "--csv", "-"), "two of --json, --csv and --report name the same file"),
     ],

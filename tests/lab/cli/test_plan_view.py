@@ -46,7 +46,8 @@ def screen(plan: Plan, width: int = 80) -> str:
 def without_rate() -> Plan:
     """Return a plan without times, as without a rate of prefill."""
     services = {
-        name: Service(hit_tokens=one.hit_tokens, ttft_mean_s=None, ttft_p50_s=None, ttft_p99_s=None, prefill_s=None)
+        name: Service(hit_tokens=one.hit_tokens, ttft_mean_s=None, ttft_p50_s=None, ttft_p99_s=None, prefill_s=None,
+                      load=None)
         for name, one in example().services.items()
     }
     more = {tier: replace(one, prefill_s_per_day=None) for tier, one in example().more_gib.items()}

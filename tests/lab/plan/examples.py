@@ -45,7 +45,7 @@ def services(first_s: float) -> dict[str, Service]:
     """Return the services, each with half of the time of the one before."""
     return {
         name: Service(hit_tokens=90_000 * i, ttft_mean_s=first_s / 2**i, ttft_p50_s=first_s / 2**i / 10,
-                      ttft_p99_s=first_s / 2**i * 10, prefill_s=7200 / 2**i)
+                      ttft_p99_s=first_s / 2**i * 10, prefill_s=7200 / 2**i, load=2 / 2**i)
         for i, name in enumerate(("none", "device", "device_host", "all"))
     }  # fmt: skip
 
@@ -70,7 +70,7 @@ def fleet() -> Fleet:
         "prefix": RoutingPlan(tiers=uses(100_000, 50_000, 200_000), services=services(2.0), busiest_share=0.31,
                               equal_storage=gib(256)),
     }  # fmt: skip
-    return Fleet(best=Routing.PREFIX, routings=routings)
+    return Fleet(best=Routing.PREFIX, equal=(Routing.PREFIX,), routings=routings)
 
 
 def example(**changes: Any) -> Plan:
@@ -80,16 +80,18 @@ def example(**changes: Any) -> Plan:
         page_size=64, sizes={"device": gib(8), "host": gib(64), "storage": gib(256)}, nodes=1, routing=Routing.PREFIX,
         speeds=Speeds(compute=ComputeSpeed(tokens_per_s=1000.0),
                       storage=StorageSpeed(read_bytes_per_s=3e9, write_bytes_per_s=1e9)),
-        endurance_bytes=10**15, selective_hits=2,
+        endurance_bytes=10**15, selective_hits=2, prices={"device": 20.0, "host": 2.0, "storage": 0.5},
     )  # fmt: skip
     fields: dict[str, Any] = {
         "setup": setup,
-        "traffic": Traffic(prompt_tokens=PROMPT_TOKENS, output_tokens=500, reusable_tokens=400_000, footprint=gib(512)),
+        "traffic": Traffic(prompt_tokens=PROMPT_TOKENS, output_tokens=500, reusable_tokens=400_000, footprint=gib(512),
+                           too_long=3, too_long_tokens=250_000),
         "tiers": uses(100_000, 50_000, 200_000),
         "curves": {"device": curve(400_000, gib(300)), "host": curve(300_000, gib(310)),
                    "storage": curve(250_000, gib(320))},
         "services": services(2.0),
-        "more_gib": {tier: MoreMemory(tier_tokens=1000 * i, saved_tokens=100 * i, prefill_s_per_day=30.0 * i)
+        "more_gib": {tier: MoreMemory(tier_tokens=1000 * i, saved_tokens=100 * i, prefill_s_per_day=30.0 * i,
+                                      price=10.0 / i)
                      for i, tier in enumerate(("device", "host", "storage"), 1)},
         "break_even": StorageBreakEven(read_bytes_per_s=1.5e9, is_above=True, prefix_tokens=128),
         "policies": {"write_through": policy(100, 10.5), "write_through_selective": policy(40, 0.1),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from hicache.errors import InvalidInput
 from hicache.lab.plan.advice import recommendation
 from hicache.lab.plan.result import Plan, Policy, StorageBreakEven
 from hicache.lab.speeds import ComputeSpeed, Speeds
@@ -71,9 +72,52 @@ def test_the_next_gib_is_best_spent_where_it_saves_the_most_computing() -> None:
     plan = plan_of(TURNS, 0, 0, 0, speeds=SPEEDS)
     # A GiB has room for everything. With L1 it saves 3,072 tokens in 7 seconds: 3.072 s in 7 s.
     assert one_sentence(plan, "next GiB") == (
-        "The next GiB saves most on L1 device: 3,072 tokens of the trace, or 37,917 s of computing per day."
+        "For its price, the next GiB saves most on L3 storage: 3,072 tokens of the trace, or 37,917 s of computing per "
+        "day. Divided by the relative price of the GiB, an assumption (--prices): L1 device 1,263.9 s at 30, L2 host "
+        "37,917.3 s at 1, L3 storage 1,263,908.6 s at 0.03."
     )
+    dear = plan_of(TURNS, 0, 0, 0, speeds=SPEEDS, prices={"device": 1, "host": 2, "storage": 2})
+    assert has_sentence(dear, "the next GiB saves most on L1 device")
+    assert dear.setup.prices == {"device": 1, "host": 2, "storage": 2}
+    fleet = plan_of(TURNS, 0, 0, 0, speeds=SPEEDS, nodes=3).more_gib
+    assert [more.price for more in fleet.values()] == [90, 3, 0.03], "a GiB of L1 and L2 is one on each node"
     assert not has_sentence(plan_of(TURNS, 100, 0, None, speeds=SPEEDS), "next GiB")
+
+
+def test_prompts_that_l1_cannot_hold_are_left_out_and_counted() -> None:
+    long = [request(8 + i, [4 + 2 * i, 5 + 2 * i], output=1, at_ms=8000 + i) for i in range(2)]
+    # An L1 of 10 pages holds prompts of 9 pages, and not those of 16.
+    plan, without = (plan_of(trace, 10, 10, None, speeds=SPEEDS) for trace in (TURNS + long, TURNS))
+    assert plan.recommendation[0] == (
+        "Left out: 2 requests with 2,048 prompt tokens (30.8 % of the trace), longer than L1, which has 640 tokens. "
+        "Use a larger L1 for them."
+    )
+    assert (plan.traffic.too_long, plan.traffic.too_long_tokens) == (2, 2048)
+    assert replace(plan.traffic, too_long=0, too_long_tokens=0) == without.traffic
+    assert (plan.tiers, plan.setup.requests) == (without.tiers, 8)
+    assert plan.policies["write_through"] is not None and without.policies["write_through"] is not None
+    assert plan.policies["write_through"].written_bytes == without.policies["write_through"].written_bytes
+    assert not has_sentence(without, "longer than L1")
+    with pytest.raises(InvalidInput, match="all 2 requests are longer than L1; use a larger L1"):
+        plan_of(long, 10, 10, None)
+
+
+def test_more_computing_than_there_is_time_is_named() -> None:
+    # 8 prompts of 576 tokens, of which L1 saves 6 times 512: 1,536 tokens in 0.7 s.
+    crowded = [replace(one, timestamp_ms=one.timestamp_ms / 10) for one in TURNS]
+    plan = plan_of(crowded, 100, 0, 0, speeds=SPEEDS)
+    loads = [plan.services[name].load for name in ("none", "all")]
+    assert loads == [pytest.approx(4.608 / 0.7), pytest.approx(1.536 / 0.7)]
+    assert one_sentence(plan, "% of the time") == (
+        "This is 219.4 % of the time that 1 node has during the trace, instead of 658.3 %, without decoding."
+    )
+    assert one_sentence(plan, "more computing than there is time") == (
+        "The trace asks for more computing than there is time: 2 s in 1 s on 1 node. Queues grow to the end, so times "
+        "to first token are far longer. With these hits, it needs at least 3 nodes."
+    )
+    assert not has_sentence(plan_of(TURNS, 100, 0, 0, speeds=SPEEDS), "more computing than there is time")
+    same_time = [replace(one, timestamp_ms=0) for one in TURNS]
+    assert not has_sentence(plan_of(same_time, 100, 0, 0, speeds=SPEEDS), "% of the time")
 
 
 def test_times_are_compared_with_and_without_tiers() -> None:
@@ -95,7 +139,7 @@ def test_times_are_compared_with_and_without_tiers() -> None:
     ],
 )
 def test_the_store_is_compared_with_its_break_even(point: StorageBreakEven, part: str) -> None:
-    assert has_sentence(replace(plan_of(TURNS, 1, 1, None), break_even=point), part)
+    assert has_sentence(replace(plan_of(TURNS, 0, 1, None), break_even=point), part)
 
 
 def written(pages: int, years: float | None) -> Policy:
@@ -113,7 +157,7 @@ def written(pages: int, years: float | None) -> Policy:
 )  # fmt: skip
 def test_wear_is_reported_with_a_warning_below_five_years(years: float | None, sentence: str) -> None:
     policies = {"write_through": written(100, years), "write_back": written(50, years)}
-    plan = replace(plan_of(TURNS, 1, 1, None), policies=policies)
+    plan = replace(plan_of(TURNS, 0, 1, None), policies=policies)
     assert sentence in recommendation(plan)
     gentler = "write_back writes 50.0 % of these bytes, with 75.0 % of the hits."
     assert (gentler in recommendation(plan)) == (years is not None and years < 5)
@@ -122,7 +166,7 @@ def test_wear_is_reported_with_a_warning_below_five_years(years: float | None, s
 
 
 def test_routings_are_compared_with_the_best() -> None:
-    plan = plan_of(conversations(3), 60, 60, 300, nodes=3, routing=Routing.PREFIX)
+    plan = plan_of(conversations(3), 200, 60, 300, nodes=3, routing=Routing.PREFIX)
     assert plan.fleet is not None
     for name, one in plan.fleet.routings.items():
         sentence = one_sentence(plan, f"Routing {name} finds")
@@ -130,7 +174,18 @@ def test_routings_are_compared_with_the_best() -> None:
         assert ("more L3" in sentence or "as much as" in sentence) == (name != plan.fleet.best)
 
 
+def test_a_difference_within_the_error_of_a_plan_advises_no_routing() -> None:
+    plan = plan_of([request(i, [i % 40], output=1, at_ms=i) for i in range(400)], 400, 0, None, nodes=2)
+    assert plan.fleet is not None
+    assert plan.fleet.equal == ("session", "prefix") and plan.fleet.best in plan.fleet.equal
+    assert has_sentence(plan, "Routings session, prefix differ by less than 2 % of the found tokens.")
+    assert not has_sentence(plan, "more L3")
+    apart = plan_of(conversations(3), 200, 60, 300, nodes=3)
+    assert apart.fleet is not None
+    assert len(apart.fleet.equal) == 1 and not has_sentence(apart, "differ by less")
+
+
 def test_unknowns_say_what_a_plan_leaves_out() -> None:
-    unknowns = " ".join(plan_of(TURNS, 1, 1, 1).unknowns)
+    unknowns = " ".join(plan_of(TURNS, 0, 1, 1).unknowns)
     for part in ("near the break-even", "prompts of this trace", "least recently used", "queues", "overlap"):
         assert part in unknowns

@@ -7,9 +7,9 @@ import pytest
 from hicache.lab.plan.result import RoutingPlan
 from hicache.lab.traces.routing import Routing
 from hicache.lab.traces.synthetic import synthetic_trace
-from tests.lab.plan.world import PAGE_SIZE, plan_of
+from tests.lab.plan.world import PAGE_SIZE, fits, plan_of
 
-TRACE = list(synthetic_trace(200, 4))
+TRACE = [one for one in synthetic_trace(400, 4) if fits(one, 100)]
 
 
 def found_tokens(one: RoutingPlan) -> int:
@@ -33,7 +33,7 @@ def test_one_node_has_no_routing() -> None:
 def test_the_equal_storage_is_the_smallest_with_which_a_routing_finds_as_much_as_the_best() -> None:
     fleet = plan_of(TRACE, 100, 200, 400, nodes=4).fleet
     assert fleet is not None
-    best = found_tokens(fleet.routings[fleet.best])
+    best = 0.98 * max(found_tokens(one) for one in fleet.routings.values())
     random = fleet.routings["random"]
     assert fleet.best is not Routing.RANDOM
     assert found_tokens(random) < best
@@ -50,7 +50,7 @@ def test_the_equal_storage_is_the_smallest_with_which_a_routing_finds_as_much_as
 def test_the_busiest_node_has_its_share_of_the_prompts() -> None:
     fleet = plan_of(TRACE, 100, 200, 400, nodes=4, routing=Routing.ROTATE).fleet
     assert fleet is not None
-    prompts = [sum(one.input_length for one in TRACE[node::4]) for node in range(4)]
+    prompts = [sum(one.input_length for one in TRACE if one.index % 4 == node) for node in range(4)]
     assert fleet.routings["rotate"].busiest_share == pytest.approx(max(prompts) / sum(prompts))
 
 

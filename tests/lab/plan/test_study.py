@@ -25,7 +25,7 @@ from hicache.lab.traces.routing import Router, Routing
 from hicache.lab.traces.synthetic import synthetic_trace
 from hicache.lab.traces.tokens import TokenSource
 from hicache.units import GIB
-from tests.lab.plan.world import PAGE_SIZE, conversations, plan_inputs, plan_of
+from tests.lab.plan.world import PAGE_SIZE, conversations, fits, plan_inputs, plan_of, short_conversations
 from tests.lab.replay.world import request
 from tests.seeds import seeds
 
@@ -71,6 +71,8 @@ def reference(
     found, written = dict.fromkeys(TIERS, 0), 0
     for one, uses in zip(trace, uses_of(trace), strict=True):
         node, pages = router.route(one), uses.pages.tolist()
+        if not fits(one, device):
+            continue
         hits, end = pages[: uses.reusable], 0
         for tier, cache in (("device", near[node]), ("host", middle[node]), ("storage", shared)):
             more = max(end, cache.prefix(hits))
@@ -86,7 +88,7 @@ def reference(
 def test_tiers_find_and_store_what_caches_find_that_evict_page_by_page(seed: int) -> None:
     numbers = random.Random(seed)
     nodes = numbers.choice([1, 1, 3])
-    device, host = numbers.choice([0, 1, 20, 100, 400]), numbers.choice([0, 1, 50, 200])
+    device, host = numbers.choice([0, 40, 60, 100, 400]), numbers.choice([0, 1, 50, 200])
     storage = numbers.choice([1, 300, 900, None])
     routing = numbers.choice(list(Routing))
     trace = conversations(seed)
@@ -98,16 +100,17 @@ def test_tiers_find_and_store_what_caches_find_that_evict_page_by_page(seed: int
     assert through.written_bytes == written * PAGE_SIZE
 
 
-@pytest.mark.parametrize("pages", [0, 1, 100, 1000, 10_000])
+@pytest.mark.parametrize("pages", [0, 100, 200, 1000, 10_000])
 def test_one_tier_has_the_hits_of_the_ideal_lru(pages: int) -> None:
     trace = list(synthetic_trace(150, 1))
-    assert plan_of(trace, pages, 0, 0).tiers["device"].hit_tokens == PAGE_SIZE * sum(lru_hits(uses_of(trace), pages))
+    uses = [each for one, each in zip(trace, uses_of(trace), strict=True) if fits(one, pages)]
+    assert plan_of(trace, pages, 0, 0).tiers["device"].hit_tokens == PAGE_SIZE * sum(lru_hits(uses, pages))
 
 
 def test_reusable_tokens_are_the_hits_of_an_unlimited_cache_and_the_footprint_its_pages() -> None:
     trace = list(synthetic_trace(150, 1))
     uses = uses_of(trace)
-    traffic = plan_of(trace, 10, 10, 10).traffic
+    traffic = plan_of(trace, 0, 10, 10).traffic
     assert traffic.reusable_tokens == PAGE_SIZE * sum(lru_hits(uses, None))
     assert traffic.footprint.tokens == PAGE_SIZE * len({page for one in uses for page in one.pages.tolist()})
     assert traffic.footprint.bytes == traffic.footprint.tokens
@@ -117,18 +120,20 @@ def test_reusable_tokens_are_the_hits_of_an_unlimited_cache_and_the_footprint_it
 @pytest.mark.parametrize("nodes", [1, 3])
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_point_of_a_curve_is_what_a_tier_of_that_size_finds(tier: str, nodes: int) -> None:
-    trace = conversations(5)
-    given = {"device": 40, "host": 60, "storage": 200}
+    trace = short_conversations(5, 100)
+    given = {"device": 100, "host": 60, "storage": 200}
     curve = plan_of(trace, *given.values(), nodes=nodes).curves[tier]
     assert len(curve.points) > 20
     assert curve.points[-1].found_tokens > 0
     for point in (*curve.points[::9], curve.points[-1], *curve.bends):
         sizes = given | {tier: point.size.tokens // PAGE_SIZE}
+        if sizes["device"] < given["device"]:  # a curve counts the requests that fit into the given L1
+            continue
         assert plan_of(trace, *sizes.values(), nodes=nodes).tiers[tier].found_tokens == point.found_tokens
 
 
 def test_enough_is_the_smallest_size_with_95_percent_of_what_a_tier_can_add() -> None:
-    trace = conversations(5)
+    trace = [one for one in conversations(5) if fits(one, 60)]
     curve = plan_of(trace, 0, 0, 0).curves["device"]
     assert curve.enough is not None
     pages, most = curve.enough.size.tokens // PAGE_SIZE, curve.points[-1].found_tokens
@@ -148,8 +153,8 @@ SLOW = Speeds(
 def test_the_time_to_first_token_is_compute_and_copy_and_read() -> None:
     # Three prompts of 8 pages and one more; the last one finds the first 8 pages.
     trace = [request(i, [i % 2, 9 + i], tail=64, output=1, at_ms=1000 * i) for i in range(3)]
-    services = plan_of(trace, 4, 8, None, speeds=SLOW).services
-    # Between its uses, block 0 is behind 9 other pages: nothing is on L1 (4 pages) or L2 (reaches 8), all in storage.
+    services = plan_of(trace, 0, 8, None, speeds=SLOW).services
+    # Between its uses, block 0 is behind 9 other pages: nothing is on L2 (reaches 8), all in storage.
     assert {name: service.hit_tokens for name, service in services.items()} == {
         "none": 0, "device": 0, "device_host": 0, "all": 512
     }  # fmt: skip
@@ -175,15 +180,15 @@ def test_attention_makes_the_tail_of_a_prompt_dearer_than_its_head() -> None:
 def test_pages_are_read_from_storage_only_if_that_is_faster_than_computing(read: float, hits: int) -> None:
     trace = [request(i, [i % 2, 9 + i], tail=64, output=1) for i in range(3)]
     speeds = Speeds(compute=SLOW.compute, storage=StorageSpeed(read_bytes_per_s=read, write_bytes_per_s=1))
-    plan = plan_of(trace, 4, 8, None, speeds=speeds)
+    plan = plan_of(trace, 0, 8, None, speeds=speeds)
     assert (plan.tiers["storage"].found_tokens, plan.tiers["storage"].hit_tokens) == (512, hits)
-    assert plan_of(trace, 4, 8, None).tiers["storage"].hit_tokens == 512, "without a rate, every hit is fetched"
+    assert plan_of(trace, 0, 8, None).tiers["storage"].hit_tokens == 512, "without a rate, every hit is fetched"
 
 
 @pytest.mark.parametrize(("bus", "hits"), [(2000, 512), (500, 0)])
 def test_pages_are_copied_from_host_only_if_that_is_faster_than_computing(bus: float, hits: int) -> None:
     trace = [request(i, [i % 2, 9 + i], tail=64, output=1) for i in range(3)]
-    plan = plan_of(trace, 4, 100, 0, speeds=Speeds(compute=SLOW.compute, host_bytes_per_s=bus))
+    plan = plan_of(trace, 0, 100, 0, speeds=Speeds(compute=SLOW.compute, host_bytes_per_s=bus))
     assert (plan.tiers["host"].found_tokens, plan.tiers["host"].hit_tokens) == (512, hits)
     assert plan.services["all"].hit_tokens == hits
 
@@ -205,11 +210,11 @@ def test_a_prefix_below_the_threshold_is_not_copied_from_host() -> None:
 
 
 def test_one_more_gib_is_worth_the_difference_of_two_plans() -> None:
-    trace = conversations(2)
     # With pages of 64 MiB, a GiB has 16.
+    trace = short_conversations(2, 64)
     speeds = Speeds(compute=ComputeSpeed(tokens_per_s=1, pairs_per_s=100), host_bytes_per_s=1e12)
     big: dict[str, Any] = {"model": ModelShape("big", 1 << 20), "speeds": speeds}
-    given = {"device_bytes": 4 * GIB, "host_bytes": 6 * GIB, "storage_bytes": 20 * GIB}
+    given = {"device_bytes": 4 * GIB, "host_bytes": 6 * GIB, "storage_bytes": 12 * GIB}
     plan = plan_of(trace, 0, 0, 0, **{**big, **given})
     hits = sum(use.hit_tokens for use in plan.tiers.values())
     for tier in TIERS:
@@ -242,7 +247,7 @@ def test_without_timestamps_or_a_rate_there_are_no_figures_per_day() -> None:
 def test_break_even_is_the_bandwidth_at_which_a_read_and_a_copy_take_as_long_as_computing() -> None:
     trace = [request(i, [1], at_ms=i) for i in range(3)]
     # A token takes 1 ms to compute, 1/6.4 ms to copy: 0.84375 ms are left for its byte.
-    point = plan_of(trace, 1, 1, None, speeds=SLOW).break_even
+    point = plan_of(trace, 0, 1, None, speeds=SLOW).break_even
     assert point is not None
     assert point.read_bytes_per_s == pytest.approx(1000 / 0.84375)
     assert point.is_above
@@ -255,18 +260,18 @@ def test_fetching_pays_only_from_the_length_on_that_outweighs_the_fixed_times() 
     # n pages: 64 n ms against 10 n + 100 for the copy and 20 n + ceil(n / 2) for the read. 3: 192 > 192; 4: 256 > 222.
     storage = StorageSpeed(read_bytes_per_s=3200, write_bytes_per_s=1, fixed_s=0.001, parallel=2)
     speeds = Speeds(compute=SLOW.compute, host_bytes_per_s=6400, host_fixed_s=0.1001, storage=storage)
-    point = plan_of(trace, 1, 1, None, speeds=speeds).break_even
+    point = plan_of(trace, 0, 1, None, speeds=speeds).break_even
     assert point is not None
     assert point.prefix_tokens == 4 * 64
     slow = Speeds(compute=SLOW.compute, storage=StorageSpeed(read_bytes_per_s=900, write_bytes_per_s=1))
-    point = plan_of(trace, 1, 1, None, speeds=slow).break_even
+    point = plan_of(trace, 0, 1, None, speeds=slow).break_even
     assert point is not None
     assert (point.is_above, point.prefix_tokens) == (False, None)
 
 
 def test_without_a_bus_that_is_faster_than_computing_no_store_pays() -> None:
     speeds = Speeds(compute=SLOW.compute, host_bytes_per_s=500)
-    point = plan_of([request(0, [1])], 1, 1, None, speeds=speeds).break_even
+    point = plan_of([request(0, [1])], 0, 1, None, speeds=speeds).break_even
     assert point is not None
     assert (point.read_bytes_per_s, point.is_above, point.prefix_tokens) == (None, False, None)
 
@@ -296,10 +301,10 @@ def test_wrong_inputs_are_rejected(wrong: dict[str, int], message: str) -> None:
 
 
 def test_sizes_are_whole_pages() -> None:
-    inputs = plan_inputs(3, 5, 7)
+    inputs = plan_inputs(9, 5, 7)
     assert (
         plan_of([request(0, [1])], 0, 0, 0, device_bytes=inputs.device_bytes + 63).setup.sizes["device"]
-        == (plan_of([request(0, [1])], 3, 0, 0).setup.sizes["device"])
+        == (plan_of([request(0, [1])], 9, 0, 0).setup.sizes["device"])
     )
 
 

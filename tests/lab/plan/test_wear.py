@@ -9,7 +9,7 @@ import pytest
 from hicache.lab.plan.result import Plan, Policy
 from hicache.lab.traces.routing import Routing
 from tests.lab.plan.test_study import Lru, uses_of
-from tests.lab.plan.world import PAGE_SIZE, conversations, plan_of
+from tests.lab.plan.world import PAGE_SIZE, conversations, fits, plan_of
 from tests.lab.replay.world import request
 from tests.seeds import seeds
 
@@ -60,10 +60,10 @@ def test_selective_writes_from_the_first_use_are_write_through(seed: int) -> Non
 @pytest.mark.parametrize("seed", seeds(6))
 def test_write_back_stores_a_page_when_l1_evicts_it(seed: int) -> None:
     numbers = random.Random(seed)
-    device, trace = numbers.choice([1, 30, 200, 5000]), conversations(seed)
+    device, trace = numbers.choice([60, 100, 200, 5000]), conversations(seed)
     cache, written = Lru(device), set[int]()
-    for uses in uses_of(trace):
-        written |= cache.use(uses.pages.tolist())
+    for one, uses in zip(trace, uses_of(trace), strict=True):
+        written |= cache.use(uses.pages.tolist()) if fits(one, device) else set()
     assert pages(plan_of(trace, device, 0, None), "write_back") == len(written)
 
 

@@ -6,6 +6,7 @@ import itertools
 import random
 import struct
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,17 @@ def conversations(seed: int, block_tokens: int = 512, requests: int = 150) -> li
             trace.append(TraceRequest(index + 1000, index, tokens, output, (*blocks, *partial), block_tokens))
         chats.append((blocks, tokens + output))
     return trace
+
+
+def fits(one: TraceRequest, device: int) -> bool:
+    """Return True if a request fits into an L1 of so many pages; 0 is a system without L1."""
+    return not device or one.kv_tokens <= device * PAGE_SIZE
+
+
+def short_conversations(seed: int, device: int) -> list[TraceRequest]:
+    """Return the requests of conversations that fit into an L1 of so many pages, and all of them once more."""
+    once = [one for one in conversations(seed, 128) if fits(one, device)]
+    return [*once, *(replace(one, index=one.index + 5000, timestamp_ms=one.timestamp_ms + 200) for one in once)]
 
 
 def plan_of(trace: Sequence[TraceRequest], device: int, host: int, storage: int | None, **inputs: Any) -> Plan:
