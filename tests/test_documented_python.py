@@ -120,6 +120,35 @@ results = iter([False, True])
 llm = SimpleNamespace(reset_prefix_cache=lambda reset_connector: next(results))
 llm.llm_engine = SimpleNamespace(step=lambda: None)
 """
+# A little of each public trace, in the columns and fields that its page names.
+SESSION_FILES = """
+import json
+from pathlib import Path
+def leaf(t: float, tokens: int, *hash_ids: int) -> dict[str, object]:
+    return {"t": t, "type": "s", "model": "m", "in": tokens, "out": 9, "hash_ids": hash_ids, "api_time": 1.0}
+Path("traces").mkdir()
+for name in "ab":
+    sub = {"t": 5.0, "type": "subagent", "agent_id": "1", "requests": [leaf(1.5, 64, 7)]}
+    turns = [leaf(0.0, 150, 1, 2), leaf(4.0, 192, 1, 2, 3), sub, leaf(9.0, 193, 1, 4, 3)]
+    trace = {"id": name, "block_size": 64, "hash_id_scope": "local", "requests": turns}
+    Path("traces", f"{name}.json").write_text(json.dumps(trace))
+"""
+SESSION_LINES = """
+import json
+from pathlib import Path
+def encode(messages: list[dict[str, str]]) -> list[int]:
+    return [ord(letter) for message in messages for letter in message["content"]]
+rows = [("a", 70, 0.0), ("b", 70, None), ("a", 140, 2.5)]
+Path("train.jsonl").write_text("".join(json.dumps({
+    "session_id": session, "model": "m", "input": [{"role": "user", "content": "x" * letters}], "output_length": 100,
+    "pre_gap": gap}) + "\\n" for session, letters, gap in rows))
+"""
+LENGTHS = """
+from pathlib import Path
+Path("AzureLLMInferenceTrace_conv.csv").write_text(
+    "TIMESTAMP,ContextTokens,GeneratedTokens\\n2023-11-16 18:15:46.6805900,600,44\\n2023-11-16 18:15:50.9951690,0,1\\n"
+    "2023-11-16 18:15:47.6805900+00:00,512,109\\n2023-11-16 18:15:48+00:00,1,5\\n")
+"""
 # The setup of each block, in the order of the page.
 SETUPS = {
     "README.md": ["prompt_tokens = list(range(300))"],
@@ -134,6 +163,7 @@ SETUPS = {
     "docs/host_cache.md": [HOST, WORKERS],
     "docs/reliability.md": [CONFIG + CACHE],
     "docs/servers.md": ["", SERVER],
+    "docs/traces.md": [SESSION_FILES, SESSION_LINES, LENGTHS],
     "docs/tracing.md": [CONFIG + CACHE],
 }  # fmt: skip
 NOT_RUN = {
