@@ -93,11 +93,12 @@ def _next_gib(plan: Plan) -> Iterator[str]:
     worth = {tier: saved[tier] / more.price for tier, more in plan.more_gib.items()}
     best = max((tier for tier in worth if saved[tier] >= _WORTH_S), key=worth.__getitem__, default=None)
     if best is not None:
-        each = ", ".join(f"{TIER_NAMES[tier]} {worth[tier]:,.1f} s at {plan.more_gib[tier].price:g}" for tier in worth)
+        each = ", ".join(f"{TIER_NAMES[tier]} {worth[tier]:,.1f} s" for tier in worth)
+        prices = ", ".join(f"{more.price:g}" for more in plan.more_gib.values())
         yield (
             f"For its price, the next GiB saves most on {TIER_NAMES[best]}: {plan.more_gib[best].saved_tokens:,} "
-            f"tokens of the trace, or {saved[best]:,.0f} s of computing per day. Divided by the relative price of the "
-            f"GiB, an assumption (--prices): {each}."
+            f"tokens of the trace, or {saved[best]:,.0f} s of computing per day. Divided by assumed --prices of "
+            f"{prices}: {each}."
         )
 
 
@@ -107,23 +108,18 @@ def _service(plan: Plan) -> Iterator[str]:
     if None in times or without.prefill_s is None or all_.prefill_s is None:
         return
     shown = [f"{time:.3f} s" for time in times if time is not None]
+    load, nodes = "", counted(plan.setup.nodes, "node")
+    if without.load is not None and all_.load is not None:
+        load = f", {100 * all_.load:,.1f} % instead of {100 * without.load:,.1f} % of the time of {nodes}"
     yield (
         f"The mean time to first token without queues is {shown[0]} without a cache, {shown[1]} with L1, {shown[2]} "
         f"with L1 and L2, and {shown[3]} with all tiers. Computing takes {all_.prefill_s:,.0f} s instead of "
-        f"{without.prefill_s:,.0f} s."
+        f"{without.prefill_s:,.0f} s{load}."
     )
-    if without.load is None or all_.load is None or plan.setup.duration_s is None:
-        return
-    nodes = counted(plan.setup.nodes, "node")
-    yield (
-        f"This is {100 * all_.load:,.1f} % of the time that {nodes} {'have' if plan.setup.nodes > 1 else 'has'} during "
-        f"the trace, instead of {100 * without.load:,.1f} %, without decoding."
-    )
-    if all_.load > 1:
+    if all_.load is not None and all_.load > 1:
         yield (
-            f"The trace asks for more computing than there is time: {all_.prefill_s:,.0f} s in "
-            f"{plan.setup.duration_s:,.0f} s on {nodes}. Queues grow to the end, so times to first token are far "
-            f"longer. With these hits, it needs at least {math.ceil(all_.load * plan.setup.nodes)} nodes."
+            "The trace asks for more computing than there is time: queues and times to first token grow to its end. It "
+            f"needs at least {math.ceil(all_.load * plan.setup.nodes)} nodes."
         )
 
 
