@@ -198,12 +198,15 @@ class Prefetch:
         self.divergence_end_page = self.lookups = self.reached_page = 0
 
     def count_time(self, now: HiCacheController) -> None:
-        """Count the time between the last ask and the last poll. Of several steps one counts: in the others, the engine
-        did not ask, because the request could not run.
+        """Count the time from the last ask, or from the poll before it, to the last poll. Of several steps one counts:
+        in the others, the engine did not ask, because the request could not run.
         """
         if steps := now.polls - self.asked_polls:
             self.waited_s += max(0.0, now.polled_s - self.asked_s) / steps
-            self.asked_s, self.asked_polls = now.time_s(), now.polls
+            # From poll to poll, so that it does not matter where in a step the engine asks. Before the first ask, the
+            # engine may not have polled for long.
+            self.asked_s = now.time_s() if self.asked_polls < 0 else now.polled_s
+            self.asked_polls = now.polls
 
     def note_arrival(self, end_page: int) -> None:
         """Record that a part up to `end_page` has arrived."""

@@ -87,6 +87,26 @@ def test_time_in_which_the_engine_does_not_ask_does_not_count() -> None:
     assert world.attempt("a", KEY).storage_hit_tokens == 32
 
 
+@pytest.mark.parametrize("polls_first", [True, False])
+def test_it_does_not_matter_whether_a_waiting_engine_asks_before_or_after_it_polls(polls_first: bool) -> None:
+    """If the pause between a poll and an ask did not count, an engine that only waits would wait almost for ever."""
+    backend, clock = stored(), ShiftedClock()
+    world = world_of(backend, "timeout", clock)
+    backend.reads.clear()
+    world.cache.prefetch_from_storage("a", KEY)
+    world.until(backend.entered.is_set)
+    asks = 1
+    while not world.cache.check_prefetch_progress("a"):
+        asks += 1
+        clock.shift_s += 0.1 * polls_first
+        world.step()
+        clock.shift_s += 0.1 * (not polls_first)
+        assert asks < 40
+    assert asks > 15, "two seconds have passed"
+    world.cache.abort_prefetch("a")
+    backend.reads.set()
+
+
 def test_steps_that_are_longer_than_the_timeout_cost_no_hits_and_do_not_pause_the_store() -> None:
     clock = ShiftedClock()
     world = world_of(stored(), "timeout", clock)
