@@ -11,7 +11,7 @@ holder of the lock sees matching files and rows, except after a kill in between:
 
 In all three cases the index counts more bytes than exist, never fewer, so limits hold. `reap` runs when room gets
 short, and before the first transaction of an opening. `reconcile` compares files and rows after a transaction that
-failed when files had changed, and in an opening, as far as nobody vouches for them: see `checked`. An owner file whose
+failed when files had changed, and in an opening that finds no proof for them: see `checked`. An owner file whose
 process is dead, or closed before it could undo a failure, stays until an opening has done so.
 
 A lost or damaged index is removed and rebuilt from the files. If there is no room for that, or the file system is

@@ -129,7 +129,7 @@ class Replay:
         """Return the time of the clock at which the request is due: now if it only waits for the queue.
 
         The time is the same at each call. A remaining time would have another rounding error at each call, and a
-        virtual clock that is one error too early would wait for ever.
+        virtual clock that is one error too early would never reach it.
         """
         if self.job.speed_up is None:
             return self._clock()
