@@ -183,7 +183,7 @@ def main() -> None:
     parser.add_argument("--path", help="directory to write in (default: a temporary one below the current directory)")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=18.0, help="per case; there are four")
-    parser.add_argument("--page-mib", type=int, nargs="+", default=[2, 8])
+    parser.add_argument("--page-mib", type=int, nargs="+", default=[2, 8][: reduced(2)])
     options = parser.parse_args()
     if any(os.environ.get(name) != value for name, value in _MALLOC.items()):
         os.execve(sys.executable, [sys.executable, os.path.abspath(__file__), *sys.argv[1:]], {**os.environ, **_MALLOC})

@@ -150,7 +150,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Levels of two stores against the file backend alone")
     parser.add_argument("--path", help="directory to write in (default: a temporary one below the current directory)")
     parser.add_argument("--runs", type=int, default=reduced(60), help="batches per side and case")
-    parser.add_argument("--page-kib", type=int, nargs="+", default=[256, 2048, 8192])
+    parser.add_argument("--page-kib", type=int, nargs="+", default=[256, 2048, 8192][: reduced(3)])
     parser.add_argument("--below", choices=("memory", "s3"), default="memory", help="kind of the second level")
     options = parser.parse_args()
     with contextlib.ExitStack() as servers:

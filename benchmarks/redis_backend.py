@@ -218,7 +218,7 @@ def run(
 def main() -> None:
     parser = argparse.ArgumentParser(description="Redis backend against a plain loop")
     parser.add_argument("--seconds", type=float, default=12.0, help="per page size; there are three")
-    parser.add_argument("--page-kib", type=int, nargs="+", default=[256, 2048, 8192])
+    parser.add_argument("--page-kib", type=int, nargs="+", default=[256, 2048, 8192][: reduced(3)])
     parser.add_argument("--batch-mib", type=int, default=128)
     parser.add_argument("--tcp", action="store_true", help="over TCP instead of a Unix socket")
     options = parser.parse_args()

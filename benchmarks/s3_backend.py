@@ -50,7 +50,7 @@ _MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17
 _KIB, _MIB, _GIB = 1 << 10, 1 << 20, 1 << 30
 _ROUND_BYTES = 96 * _MIB
 _PAGES_MAX = 256
-_ROUNDS_MIN, _ROUNDS_MAX = 3, reduced(12)
+_ROUNDS_MIN, _ROUNDS_MAX = 3, reduced(12, 2)
 _FOREVER_S = 600.0
 _EXISTS_KEYS, _EXISTS_REQUESTS_MAX = 500, 12
 _SPEED_GOAL, _CPU_GOAL = 0.9, 1.3
@@ -364,8 +364,8 @@ def run(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="S3 backend against other clients")
-    parser.add_argument("--page-kib", type=int, nargs="+", default=[256, 2048, 8192])
-    parser.add_argument("--threads", type=int, nargs="+", default=[1, 4])
+    parser.add_argument("--page-kib", type=int, nargs="+", default=[256, 2048, 8192][: reduced(3)])
+    parser.add_argument("--threads", type=int, nargs="+", default=[1, 4][: reduced(2)])
     parser.add_argument("--seconds", type=float, default=15.0, help="per page size and number of threads")
     options = parser.parse_args()
     if any(os.environ.get(name) != value for name, value in _MALLOC.items()):
