@@ -49,10 +49,9 @@ def host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
 
 
 def shortage(needs: Mapping[str, int], available_bytes: int) -> str | None:
-    """Return a sentence that says by how much memory is short of `needs` (bytes, by the entry or thing that needs them)
-    and of `RESERVE_BYTES`; None if it suffices."""
-    short_bytes = sum(needs.values()) + RESERVE_BYTES - available_bytes
-    if short_bytes <= 0:
+    """Return why `available_bytes` do not suffice for `needs` (bytes, by the entry or thing that needs them) and
+    `RESERVE_BYTES`; None if they do."""
+    if sum(needs.values()) + RESERVE_BYTES <= available_bytes:
         return None
     listed = " and ".join(f"{format_size(size)} for {name}" for name, size in needs.items())
     return (f"{listed} are needed, and {format_size(RESERVE_BYTES)} must stay free, but only "

@@ -474,7 +474,7 @@ class Store:
             call.kept = SetOutcome.ERROR
 
     def _count(self, call: Call, errors: Sequence[str]) -> None:
-        """Count the errors of a call. The last one is its cause; NODE_DOWN is only if there is no other."""
+        """Count the errors of a call. The last one is its cause; NODE_DOWN only without other errors."""
         if errors:
             others = [kind for kind in errors if kind != ErrorKind.NODE_DOWN]
             call.cause = others[-1] if others else call.cause or ErrorKind.NODE_DOWN

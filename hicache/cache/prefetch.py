@@ -96,8 +96,7 @@ class Prefetcher:
     def start(self, rid: str, key: RadixKey, context: tracing.Context | None = None, device_pages: int = 0) -> bool:
         """Look up the pages of `key` that neither L1 nor L2 holds; queue the lookup if others are first. Return False
         if that does not pay or is not possible. `context` is the parent of its span. The first `device_pages` pages,
-        which an engine has in a device cache of its own, are read only to reach later ones: L2 keeps whole prefixes.
-        """
+        which an engine has in a device cache of its own, are read only to reach later ones: L2 keeps whole prefixes."""
         prefetch = self._table.get(rid)
         if not self._gate.attached or (prefetch is not None and prefetch.state not in AT_REST):
             return False
@@ -165,9 +164,10 @@ class Prefetcher:
         return leader.state in (*IN_FLIGHT, State.AWAITING_L1, State.LOADING) or self._gate.may(Direction.READ)
 
     def _hangs(self, prefetch: Prefetch) -> bool:
-        """Return True if nothing has arrived for a request and a call of the store, its own or one that its operation
-        waits for, has taken most of its time."""
-        if prefetch.state not in IN_FLIGHT or prefetch.current.operation.pages:
+        """Return True if nothing has arrived for a request whose time is over, and a call of the store, its own or one
+        that its operation waits for, has taken most of that time."""
+        is_over = prefetch.waited_s >= prefetch.limit_s  # otherwise the device has its pages
+        if not is_over or prefetch.state not in IN_FLIGHT or prefetch.current.operation.pages:
             return False
         called_s = (one.called_s for one in self._operations if one.storage is self._gate.storage)
         return self._controller.clock() - min(called_s, default=math.inf) > prefetch.limit_s / 2

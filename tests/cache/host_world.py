@@ -11,6 +11,7 @@ from hicache.backends.kept import KeptFrames
 from hicache.backends.storage import Storage
 from hicache.cache import HostCache, HostLoad, HostWrite
 from hicache.cache.break_even import BreakEven, Rates
+from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config import HiCacheConfig, TransferConfig
 from hicache.controller import HiCacheController
 from hicache.frame import FrameCodec
@@ -43,10 +44,11 @@ class HostWorld(Stepped):
         kept: KeptFrames | None = None,
         host: HostPool | None = None,
         kind: type[HostCache] = HostCache,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.host = host or HostPool(GEOMETRY, host_pages)
         self.controller = HiCacheController(
-            self.host, None, backend, configured(config, transfer), rates=len(Rates())
+            self.host, None, backend, configured(config, transfer), rates=len(Rates()), clock=clock
         )
         self.cache = kind(
             self.host,

@@ -23,7 +23,7 @@ from hicache.metrics.families import cache_collector
 from hicache.tiers import HostPool
 from tests.cache.host_world import GEOMETRY, NAMESPACE, HostWorld, every_hit, memory_backend, prompt
 from tests.cache.test_factory import file_storage
-from tests.cache.world import GatedBackend, filled, prefetch
+from tests.cache.world import GatedBackend, ShiftedClock, filled, prefetch
 
 KEY = prompt(1, 2, 3, 4, tail=0)
 NOTHING = HostMatch(0, loading=False)
@@ -188,13 +188,15 @@ def test_a_read_that_has_no_room_for_pages_behind_the_device_is_not_made() -> No
     assert not backend.pages_read and world.skipped["prefetch_host_share"] == 1
 
 
-def test_a_request_does_not_wait_for_pages_that_the_device_has_got_since() -> None:
-    backend = filled(GatedBackend(), KEY)
+def test_a_request_does_not_wait_for_pages_that_the_device_has_got_since_and_does_not_blame_the_store() -> None:
+    backend, clock = filled(GatedBackend(), KEY), ShiftedClock()
     backend.reads.clear()
-    world = HostWorld(backend=backend)
+    world = HostWorld(backend=backend, clock=clock)
     assert world.cache.prefetch("a", LONG)
     world.until(backend.entered.is_set)
-    assert not world.cache.check_prefetch("a", 3) and world.cache.check_prefetch("a", 4)
+    assert not world.cache.check_prefetch("a", 3)
+    clock.shift_s = 60.0  # the read takes long, but the time of the request is not over
+    assert world.cache.check_prefetch("a", 4) and world.controller.gate.may(Direction.READ)
     assert world.cache.lookup("a", LONG, 4) == NOTHING
     world.cache.abort("a")
     backend.reads.set()
