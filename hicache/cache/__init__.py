@@ -11,6 +11,7 @@ from ..lazy import lazy_names
 if TYPE_CHECKING:
     from .chunk_cache import ChunkCache
     from .device_tier import Eviction
+    from .engine_cache import EngineCache
     from .factory import create_cache, create_host_cache, open_storage
     from .host_cache import HostCache, HostLoad, HostMatch, HostWrite
     from .interface import TreeCache
@@ -25,6 +26,7 @@ __all__ = [
     "CacheStatistics",
     "Candidate",
     "ChunkCache",
+    "EngineCache",
     "Eviction",
     "HiRadixCache",
     "HostCache",
@@ -50,6 +52,7 @@ if not TYPE_CHECKING:  # type checkers have the names from above, and would acce
         {
             "chunk_cache": "ChunkCache",
             "device_tier": "Eviction",
+            "engine_cache": "EngineCache",
             "factory": "create_cache create_host_cache open_storage",
             "host_cache": "HostCache HostLoad HostMatch HostWrite",
             "interface": "TreeCache",

@@ -33,7 +33,7 @@ from ..arguments import whole
 from ..controller import Backup, HiCacheController, Load
 from ..errors import InvariantError
 from ..radix import CUT_PAGES_MIN, EvictionChoice, Match, Node, RadixTree, may_leave_device
-from ..tiers import PageAllocator
+from ..tiers import EnginePages, PagePool
 from ..types import NO_PAGES, PageIds
 from .break_even import BreakEven, Route
 from .host_tier import HostTier
@@ -79,7 +79,7 @@ class DeviceTier:
 
     def __init__(
         self,
-        allocator: PageAllocator,
+        allocator: PagePool,
         trees: Trees,
         host: HostTier,
         controller: HiCacheController,
@@ -102,8 +102,14 @@ class DeviceTier:
         self._backups: dict[Backup, _Run] = {}
         self._loads: dict[Load, tuple[RadixTree, Node, tracing.Span | None]] = {}
         self._halted = False
+        self._is_owned = isinstance(allocator, EnginePages)
         # By page: the number of the latest fence when its last reader ended, or when it was computed.
         self._read_until = np.zeros(allocator.first + allocator.capacity, dtype=np.int64)
+
+    @property
+    def copies_in_flight(self) -> tuple[int, int]:
+        """The copies to L2 and to L1 in flight; their nodes are locked."""
+        return len(self._backups), len(self._loads)
 
     # Pages
 
@@ -377,6 +383,20 @@ class DeviceTier:
             self._controller.launch_loads()
         return load
 
+    def load_path(self, tree: RadixTree, node: Node, context: tracing.Context | None = None) -> Load | None:
+        """Load all pages of the path to `node` that are only on L2; None if the load queue or L1 has no room for all.
+
+        REQUIRES: `node` is held, and the nodes on L1 above it are locked.
+        """
+        nodes: list[Node] = []
+        while node.device is None and node.parent is not None:
+            nodes.append(node)
+            node = node.parent
+        pages = sum(map(tree.pages, nodes))
+        if not nodes or pages > min(self._controller.load_room, self.allocator.free_pages):
+            return None
+        return self._load(tree, nodes[::-1], context)
+
     def _load(self, tree: RadixTree, nodes: list[Node], context: tracing.Context | None) -> Load:
         """Load adjacent nodes, root first. REQUIRES: there is room on L1, and they stay on L2 until this returns."""
         host_pages = np.concatenate([node.host for node in nodes if node.host is not None])
@@ -391,6 +411,8 @@ class DeviceTier:
             node.load_pending = True
             done += run
         tree.lock(nodes[-1])
+        if self._is_owned:
+            self.read(pages)  # the engine's forwards may have used them until now
         after = int(self._read_until[pages.astype(np.intp)].max())
         load = self._controller.submit_load(host_pages, pages, after)
         self._loads[load] = tree, nodes[-1], tracing.begin("load", context, pages=len(pages))

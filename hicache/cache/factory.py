@@ -27,12 +27,22 @@ from ..events import EventStream
 from ..events.factory import create_publisher
 from ..geometry import DTYPE_BYTES, KVGeometry, PageShape
 from ..keys import BIGRAM_BYTES, PAGE_KEY_BYTES, TOKEN_BYTES, Namespace
-from ..tiers import CopyEngine, EngineBlocks, HostPool, HostWindow, KVPool, create_copy_engine, create_device_pool
+from ..tiers import (
+    CopyEngine,
+    EngineBlocks,
+    EnginePages,
+    HostPool,
+    HostWindow,
+    KVPool,
+    create_copy_engine,
+    create_device_pool,
+)
 from ..tiers.device import known_device
 from ..tiers.memory import DeviceMemory, host_is_pinned, host_pages
 from ..tiers.memory import device_pages as count_device_pages
 from .break_even import BreakEven, Rates
 from .chunk_cache import ChunkCache
+from .engine_cache import EngineCache
 from .host_cache import HostCache
 from .host_pool import adopt_frames, host_codecs, open_host_pool, opener_of_kept, release_of, released_on_failure
 from .interface import TreeCache
@@ -60,6 +70,7 @@ def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
     device_pages: int | None = None,
     device_memory: DeviceMemory | None = None,
     device_blocks: EngineBlocks | None = None,
+    engine_pages: EnginePages | None = None,
     ranks: RankGroup | None = None,
     environ: Mapping[str, str] | None = None,
     clock: Clock = SYSTEM_CLOCK,
@@ -71,6 +82,7 @@ def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
     geometry, a KVGeometry; its page size must be the configured one. `device_pages` is the size of L1 if the
     configuration does not set it; `device_memory` is the memory that fractions refer to, by default the driver's
     figure. With `device_blocks`, L1 is tensors of the engine on `device`, one block per page; page 0 stays unused. With
+    `engine_pages` too, the engine also owns their free list, and the cache is an `EngineCache`. With
     `ranks`, which must all make this call, each pool has the size of the smallest rank's, and either all ranks start or
     none. Deadlines, expiries and back-offs are times of `clock`. Raises ConfigError, CapacityError, SharedMemoryError,
     BackendError and RankError with what to change, and InvalidInput for an argument of another type, a PageShape and a
@@ -80,6 +92,9 @@ def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
     known = _known_device(device)
     _require_page_size(instance("config", config, HiCacheConfig), geometry.page_size)
     l1_pages = _l1_pages(config, geometry, known, device_pages, device_memory, device_blocks)
+    if engine_pages is not None:
+        _require_for_engine(config, device_blocks)
+        l1_pages = engine_pages.capacity
     page_bytes, ascending = geometry.payload_bytes, config.device.ascending_pages
     if ranks is not None:
         _require_same(ranks, config, namespace)
@@ -93,7 +108,7 @@ def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
 
     def build(undo: ExitStack) -> HiRadixCache | ChunkCache:
         if device_blocks is not None:
-            l1 = KVPool(geometry, device_blocks, l1_pages, ascending=ascending)
+            l1 = KVPool(geometry, device_blocks, l1_pages, ascending=ascending, owned=engine_pages)
         else:
             l1 = create_device_pool(geometry, l1_pages, known, ascending=ascending)
         if not config.prefix_cache:
@@ -103,7 +118,7 @@ def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
         rank = None if ranks is None else ranks.rank
         pin = known if host_is_pinned(config.host, known.type) else None
         l2 = open_host_pool(config, geometry, l2_pages, pin=pin, rank=rank)
-        kind = SessionCache if config.sessions.enabled else HiRadixCache
+        kind = EngineCache if engine_pages is not None else SessionCache if config.sessions.enabled else HiRadixCache
 
         def make(controller: HiCacheController, options: TieredOptions) -> HiRadixCache:
             options["position_bytes"] = BIGRAM_BYTES if config.bigram_keys else TOKEN_BYTES
@@ -266,6 +281,15 @@ def _require_same(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace)
         namespace.kv_scales, namespace.quantisation, namespace.key_hash, namespace.ranks_share_pages,
     )  # fmt: skip
     require_equal(ranks, "configuration", str(same))
+
+
+def _require_for_engine(config: HiCacheConfig, blocks: EngineBlocks | None) -> None:
+    """Raise ConfigError for settings that an `EngineCache` cannot have."""
+    if blocks is None:
+        raise ConfigError("engine_pages: an engine with the free list of L1 has its tensors too; pass device_blocks")
+    if not config.prefix_cache or config.sessions.enabled:
+        entry = "sessions.enabled: true" if config.prefix_cache else "prefix_cache: false"
+        raise ConfigError(f"{entry}: not for an engine that manages its requests itself; remove the entry")
 
 
 def _known_device(device: torch.device | str) -> torch.device:

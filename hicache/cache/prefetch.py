@@ -28,7 +28,8 @@ request is over during a long call of the store, without an arrived page.
 If another request is fetching the next page of a request, it waits for that, and then looks up the still missing pages:
 equal prompts that arrive together are read once.
 
-With ranks, all decide identically: by agreed acks, page counts, gate state and time.
+With ranks, all decide identically: by agreed acks, page counts, gate state and time. Longer than 500 lines because the
+moves of a prefetch share its table, its operations and its share of L2.
 
 Called by the scheduler thread alone; no lock.
 """
@@ -216,11 +217,17 @@ class Prefetcher:
             self.take_so_far(prefetch.rid)
             self._cancel(prefetch)
 
-    def take_so_far(self, rid: str) -> None:
-        """Put the pages that have arrived into the tree, before their read has ended. The prefetch goes on."""
+    def take_so_far(self, rid: str) -> int:
+        """Put the pages that have arrived into the tree, before their read has ended; the prefetch goes on. Return how
+        many have arrived so far."""
         prefetch = self._table.get(rid)
         if prefetch is not None and prefetch.state is State.READING:
             self._take(prefetch)
+        return 0 if prefetch is None else prefetch.arrived_pages
+
+    def active(self) -> list[str]:
+        """Return the ids of the requests whose prefetch may still bring pages."""
+        return [prefetch.rid for prefetch in self._table.all() if prefetch.state not in NOT_AWAITED]
 
     def cancel_all(self) -> None:
         """Stop all prefetches; their pages no longer enter the tree."""

@@ -104,7 +104,9 @@ class HiRadixCache(TieredCache):
         self._pins.used(node)
         self._l2.reused(node)
         self._l1.used(node)
-        self._count_hits(request, len(match.device_pages), len(loaded))
+        request.device_hit_tokens, request.host_hit_tokens, request.storage_hit_tokens = self._count_hits(
+            rid, key, len(match.device_pages), len(loaded)
+        )
         return request
 
     def start_loading(self) -> Transfer | None:
@@ -312,18 +314,18 @@ class HiRadixCache(TieredCache):
             raise self._device_fault
         super()._require_service()
 
-    def _count_hits(self, request: RequestKV, device_pages: int, loaded_pages: int) -> None:
-        arrived, promoted = self._prefetcher.take_arrived(request.rid)
+    def _count_hits(self, rid: str, key: RadixKey, device_pages: int, loaded_pages: int) -> tuple[int, int, int]:
+        """Count a request that begins. Return its tokens from L1, L2 and storage."""
+        arrived, promoted = self._prefetcher.take_arrived(rid)
         arrived, promoted = min(loaded_pages, arrived), min(device_pages, promoted)
-        request.device_hit_tokens = (device_pages - promoted) * self.page_size
-        request.host_hit_tokens = (loaded_pages - arrived) * self.page_size
-        request.storage_hit_tokens = (arrived + promoted) * self.page_size
+        hits = [device_pages - promoted, loaded_pages - arrived, arrived + promoted]
         counters = self._counters
         counters.requests += 1
-        counters.prompt_tokens += request.key.prompt_tokens
-        counters.hit_tokens["device"] += request.device_hit_tokens
-        counters.hit_tokens["host"] += request.host_hit_tokens
-        counters.hit_tokens["storage"] += request.storage_hit_tokens
+        counters.prompt_tokens += key.prompt_tokens
+        device, host, storage = (pages * self.page_size for pages in hits)
+        for tier, tokens in (("device", device), ("host", host), ("storage", storage)):
+            counters.hit_tokens[tier] += tokens
+        return device, host, storage
 
     # State
 

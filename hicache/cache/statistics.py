@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from ..controller import ControllerStatistics
     from ..events import PublisherStatistics, StreamStatistics
     from ..histogram import HistogramStatistics
-    from ..tiers import PageAllocator
+    from ..tiers import PagePool
     from .break_even import BreakEvenStatistics
 
 # The reasons for skipped work, with what happened; each is an entry of `CacheCounters.skipped`.
@@ -27,6 +27,7 @@ SKIP_REASONS: Mapping[str, str] = {
     "load_not_verified": "no load from L2: the frames were not verified (`integrity.verify: load`)",
     "load_too_short": "no load from L2: too short to pay",
     "no_device_room": "a request waited: no room on L1",
+    "pin_gave_way": "a pin ended: L1 had no other room for a request of the engine",
     "pin_share": "a pin was refused: pins already use their share of L2",
     "prefetch_does_not_pay": "nothing read: computing was faster, or had to be measured",
     "prefetch_failed": "a prefetch failed",
@@ -79,7 +80,7 @@ class TierStatistics:
     page_bytes: int
 
     @classmethod
-    def of(cls, pool: PageAllocator, cached_pages: int, evictable_pages: int, page_bytes: int) -> TierStatistics:
+    def of(cls, pool: PagePool, cached_pages: int, evictable_pages: int, page_bytes: int) -> TierStatistics:
         """The statistics of a tier whose pages are those of `pool`."""
         return cls(pool.capacity, pool.free_pages, cached_pages, evictable_pages, page_bytes)
 

@@ -30,7 +30,7 @@ from ..frame import FrameCodec
 from ..histogram import STEP_BOUNDS_S, Histogram
 from ..keys import TOKEN_BYTES, Namespace, RadixKey, require_epoch
 from ..radix import NO_HISTORY, RUN_PAGES_MAX, Node, RadixTree, UseHistory, check_tree, make_policy
-from ..tiers import HostPool, PageAllocator
+from ..tiers import HostPool, PagePool
 from .break_even import BreakEven
 from .host_tier import HostTier
 from .mailbox import Mailbox
@@ -97,7 +97,7 @@ class TieredCache:
         self,
         host: HostPool,
         controller: HiCacheController,
-        device: PageAllocator,
+        device: PagePool,
         *,
         position_bytes: int = TOKEN_BYTES,
         open_storage: Callable[[int], Storage] | None = None,

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ..errors import InvariantError
 from ..radix import RadixTree
-from ..tiers import HostPool, PageAllocator
+from ..tiers import HostPool, PagePool
 
 
 class Trees:
@@ -21,7 +21,7 @@ class Trees:
     pages. Owned by the scheduler thread; no lock.
     """
 
-    def __init__(self, make: Callable[[], RadixTree], device: PageAllocator, host: HostPool) -> None:
+    def __init__(self, make: Callable[[], RadixTree], device: PagePool, host: HostPool) -> None:
         self._make = make
         self._device = device
         self._host = host
@@ -50,7 +50,7 @@ class Trees:
             self._retired = [tree for tree in self._retired if tree.node_count]
 
 
-def require_conservation(tier: str, pool: PageAllocator, node_pages: int, other_pages: int) -> None:
+def require_conservation(tier: str, pool: PagePool, node_pages: int, other_pages: int) -> None:
     """Raises InvariantError unless `pool` is consistent and its used pages are those of nodes and `other_pages`."""
     pool.check()
     if pool.used_pages != node_pages + other_pages:

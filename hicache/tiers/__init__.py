@@ -3,7 +3,7 @@
 from ..arguments import instance
 from ..config import TransferConfig
 from ..errors import InvalidInput
-from .allocator import PageAllocator, require_pages
+from .allocator import EnginePages, PageAllocator, PagePool, require_pages
 from .blocks import EngineBlocks
 from .copy import CopyEngine, FailedTransfer, Fence, JoinedTransfer, Transfer
 from .device import (
@@ -21,6 +21,7 @@ from .token_allocator import PagedTokenToKVPoolAllocator, PageSource, TokenToKVP
 __all__ = [
     "CopyEngine",
     "EngineBlocks",
+    "EnginePages",
     "FailedTransfer",
     "Fence",
     "HostPool",
@@ -30,6 +31,7 @@ __all__ = [
     "MHATokenToKVPool",
     "MLATokenToKVPool",
     "PageAllocator",
+    "PagePool",
     "PageSource",
     "PagedTokenToKVPoolAllocator",
     "RequestToTokenPool",

@@ -1,4 +1,4 @@
-"""Free list of the pages of one pool.
+"""Free list of the pages of one pool, and the interface of one that an engine owns.
 
 Invariant: every page in `first .. first + capacity - 1` is in exactly one state: on the free stack; released (free, but
 not yet sorted into the stack); collected by an open free group; or used. Only used pages are marked `_USED`.
@@ -8,7 +8,8 @@ Owned by the scheduler thread; no lock.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -19,6 +20,53 @@ from ..types import Indices, PageIds
 # Free pages are marked with array positions, which are never negative.
 _USED = np.int32(-1)
 _PAGE_ID = np.dtype(np.int32)
+
+
+class PagePool(Protocol):
+    """The pages of one pool: a `PageAllocator`, or an engine's own free list (`EnginePages`)."""
+
+    @property
+    def first(self) -> int:
+        """The smallest page id."""
+
+    @property
+    def capacity(self) -> int:
+        """The number of pages."""
+
+    @property
+    def free_pages(self) -> int:
+        """The number of pages that can be allocated now."""
+
+    @property
+    def used_pages(self) -> int:
+        """The number of pages that the owner of this object holds."""
+
+    @property
+    def group_open(self) -> bool:
+        """True if a free group is open: pages freed now become free only when it ends."""
+
+    def alloc(self, count: int) -> PageIds | None:
+        """Return `count` pages as a new int32 array, or None if fewer are free. Atomic: None changes nothing."""
+
+    def free(self, pages: PageIds) -> None:
+        """Free pages that are held. Raises InvariantError if fewer are."""
+
+    def free_group(self) -> AbstractContextManager[None]:
+        """Collect all frees inside the block and apply them at its end."""
+
+    def check(self) -> None:
+        """Raise InvariantError if the free list is inconsistent."""
+
+
+@runtime_checkable
+class EnginePages(PagePool, Protocol):
+    """The free list of an engine that owns the slots of L1: its requests allocate pages without the cache.
+
+    `used_pages` are those that the cache holds: it has allocated them, or taken them over from a request.
+    """
+
+    def take_over(self, count: int) -> None:
+        """Note that the cache holds `count` more pages, which a request of the engine has allocated."""
 
 
 class PageAllocator:

@@ -17,7 +17,7 @@ from ..arguments import instance, whole
 from ..errors import CapacityError, InvalidInput
 from ..geometry import KVGeometry, KVLayout
 from ..types import PageIds
-from .allocator import PageAllocator, require_pages
+from .allocator import EnginePages, PageAllocator, PagePool, require_pages
 from .blocks import EngineBlocks
 from .copy import Transfer
 from .upload import upload
@@ -37,13 +37,15 @@ class KVPool:
     is in flight. An engine that has already waited may set it to None.
 
     The memory belongs to an engine, whose tensors `blocks` views, or to a subclass that allocates it. `pages` is the
-    number of allocatable pages, from page `blocks.first` on and without page 0; by default all. Raises InvalidInput if
-    a block does not have the bytes of a page, or if there are too few blocks.
+    number of allocatable pages, from page `blocks.first` on and without page 0; by default all. With `owned`, the
+    engine also owns the free list, and `pages` is its capacity. Raises InvalidInput if a block does not have the bytes
+    of a page, or if there are too few blocks.
     """
 
     def __init__(
-        self, geometry: KVGeometry, blocks: EngineBlocks, pages: int | None = None, *, ascending: bool = False
-    ) -> None:
+        self, geometry: KVGeometry, blocks: EngineBlocks, pages: int | None = None, *, ascending: bool = False,
+        owned: EnginePages | None = None,
+    ) -> None:  # fmt: skip
         instance("device pool: geometry", geometry, KVGeometry)
         instance("device pool: blocks", blocks, EngineBlocks)
         if blocks.layer_bytes != (geometry.layer_bytes,) * geometry.layers:
@@ -51,7 +53,9 @@ class KVPool:
                 f"device pool: a page has {geometry.layers} layers of {geometry.layer_bytes} bytes, a block has "
                 f"{len(blocks.layers)} layers of {sorted(set(blocks.layer_bytes))} bytes; a page must be one block"
             )
-        first = max(1, blocks.first)
+        first = max(1, blocks.first) if owned is None else owned.first
+        if owned is not None:
+            pages = owned.capacity
         pages = blocks.count - first if pages is None else whole("device pool: pages", pages)
         if not 1 <= pages <= blocks.count - first:
             raise InvalidInput(f"device pool: {pages} pages; use 1 to {blocks.count - first}, blocks from {first} on")
@@ -59,7 +63,7 @@ class KVPool:
         self.blocks = blocks
         self.device = blocks.device
         self.loading: Transfer | None = None
-        self.allocator = PageAllocator(pages, first=first, ascending=ascending)
+        self.allocator: PagePool = PageAllocator(pages, first=first, ascending=ascending) if owned is None else owned
 
     @property
     def pages(self) -> int:

@@ -5,14 +5,11 @@ Written for SGLang 0.5.23, which creates one store per rank and calls it from th
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
-from huggingface_hub import try_to_load_from_cache
 from sglang.srt.mem_cache.hicache_storage import (
     HiCacheStorage,
     HiCacheStorageConfig,
@@ -23,20 +20,18 @@ from sglang.srt.mem_cache.hicache_storage import (
 )
 from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_lora, get_model, get_serving, get_spec
-from sglang.version import __version__ as sglang_version
 
 from ...arguments import instance
 from ...errors import ConfigError, HiCacheError
-from ..options import engine_config, known_options, model_identity
+from ..options import engine_config, known_options
 from ..store import EngineStorage
 from .identity import KV, Engine
 from .pages import HostPages, HostPool
+from .running import OPTIONS, running_engine, weight_version
 from .storage import HostPoolStorage
 
 logger = logging.getLogger(__name__)
 
-OPTIONS = "--hicache-storage-backend-extra-config"
 # SGLang's own entries, and those of HiCache.
 _KNOWN = frozenset({
     "backend_name", "module_path", "class_name", "interface_v1", "file_storage_path", "config", "model",
@@ -80,7 +75,7 @@ class HiCacheStore(HiCacheStorage):
         super().register_mem_pool_host(mem_pool_host)
         tokens = mem_pool_host.page_size
         config = engine_config(OPTIONS, self._extra, tokens, whole_page=True)
-        self._engine = _engine(self._extra, config.model_label)
+        self._engine = running_engine(self._extra, config.model_label)
         if tokens < _PAGE_TOKENS_MIN:
             logger.warning(
                 "pages have %d tokens, and each is an object in storage: start SGLang with --page-size 64", tokens
@@ -207,14 +202,14 @@ class HiCacheStore(HiCacheStorage):
     def _weights_are_those_of_now(self, pool: HostPool) -> Callable[[], bool]:
         """Return a function that is True while the weights cannot have changed. A flush clears all pools, and gives the
         first one new tables. Raises ConfigError for a pool without a table, unless weights are fixed."""
-        version, table = _weight_version(), getattr(pool, "slot_used", None)
+        version, table = weight_version(), getattr(pool, "slot_used", None)
         fixed = instance(f"{OPTIONS}: fixed_weights", self._extra.get("fixed_weights", False), bool)
         if table is None and not fixed:
             raise ConfigError(
                 f"{OPTIONS}: HiCache cannot detect a flush of SGLang's host pool {type(pool).__name__}, and so not new "
                 'weights; if weights never change while SGLang runs, add "fixed_weights": true'
             )
-        return lambda: _weight_version() == version and (fixed or getattr(pool, "slot_used", None) is table)
+        return lambda: weight_version() == version and (fixed or getattr(pool, "slot_used", None) is table)
 
     @property
     def _open(self) -> HostPoolStorage:
@@ -225,41 +220,3 @@ class HiCacheStore(HiCacheStorage):
 
 def _refuse() -> NoReturn:
     raise ConfigError(f'{OPTIONS}: HiCache only transfers pages in place; add "interface_v1": 1')
-
-
-def _weight_version() -> str:
-    return str(get_serving().weight_version)
-
-
-def _engine(extra: dict[str, Any], label: str | None) -> Engine:
-    """Read SGLang's configuration. Blocks while weights are read for the first time. Raises ConfigError if the weights
-    cannot be identified."""
-    model, adapters, draft = get_model(), get_lora().lora_paths or (), get_spec().speculative_draft_model_path
-    weights = [model_identity(OPTIONS, extra, model.model_path, _commit(model.model_path, model.revision))]
-    # SGLang's keys contain an adapter's name and path; and a draft model's KV may be part of a page.
-    for path in (*sorted(adapter.lora_path for adapter in adapters), *([draft] if draft else [])):
-        weights.append(model_identity(OPTIONS, None, path, _commit(path, None)))
-    return Engine(
-        version=sglang_version,
-        weights=" ".join(weights),
-        weight_version=_weight_version(),
-        label=label or model.model_path,
-        kv_cache_dtype=str(model.kv_cache_dtype),
-        quantization=str(model.quantization or ""),
-        kv_scales=_digest(model.quantization_param_path),
-        overrides={"arguments": model.json_model_override_args, "dtype": model.dtype},
-    )
-
-
-def _commit(model: str, revision: str | None) -> str | None:
-    """Return the commit of a downloaded model of a hub, or None."""
-    if Path(model).exists():
-        return None
-    found = try_to_load_from_cache(model, "config.json", revision=revision)
-    return Path(found).parent.name if isinstance(found, str) else None
-
-
-def _digest(path: str | None) -> str:
-    return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-

@@ -50,15 +50,20 @@ class Engine:
     kv_scales: str = ""
     overrides: Mapping[str, object] | None = None
 
+    @property
+    def model(self) -> str:
+        """The identity of the weights, with the settings that change their results."""
+        overrides = hashlib.sha256(json.dumps(self.overrides or {}, sort_keys=True, default=str).encode()).hexdigest()
+        return f"{self.weights} {overrides} {self.weight_version}"
+
     def namespace(self, ranks: Ranks, pool: HostPool, pages: HostPages, name: str = KV) -> Namespace:
         """Return the namespace of the pages of the pool `name` on one rank. Ranks of MLA have the same pages and share
         one, except for states and for pools with a rank's own heads."""
-        overrides = hashlib.sha256(json.dumps(self.overrides or {}, sort_keys=True, default=str).encode()).hexdigest()
         layers = f"{getattr(pool, 'start_layer', '')}-{getattr(pool, 'end_layer', '')}"
         # SGLang's name of a byte format that class, layout and dtype do not tell.
         tag = getattr(pool, "storage_format_tag", None)
         return Namespace(
-            model=f"{self.weights} {overrides} {self.weight_version}",
+            model=self.model,
             geometry=pages.shape,
             kv_scales=self.kv_scales,
             tp_rank=ranks.tp_rank,

@@ -1,0 +1,252 @@
+"""EngineCache: a HiRadixCache for an engine that owns the slots of L1 and the state of its requests.
+
+Such an engine allocates and frees slots itself, keeps the table of each request's slots, locks prefixes, and decides
+which request runs; SGLang does so. The cache holds only the pages of its tree. Its L1 is a KVPool over the engine's
+tensors with the engine's own free list (`EnginePages`). Per request and in this order:
+
+    prefetch_from_storage -> check_prefetch_progress -> find -> lock -> load -> begin -> start_loading
+    -> (forward) -> record_fence -> share* -> unlock
+
+`find` promises pages of L2, and `load` loads all of them or none. `share` gives the tree whole pages that the request
+has computed, at each chunk and at its end; the engine then uses the pages of the tree instead of its duplicates, and
+locks the new prefix. Pages that the request has not shared are the engine's to free.
+
+The engine counts pages that are not locked as free, and its scheduler fails if they are not when it needs them. So
+`make_room` waits for copies to L2, and ends prefetches and pins if nothing else can make room.
+
+`begin_request` and the other methods for requests that the cache manages are not for this class. All calls are made on
+the scheduler's thread.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..errors import InvalidInput
+from ..keys import RadixKey
+from ..radix import Match, Node, RadixTree
+from ..tiers import EnginePages
+from ..types import NO_PAGES, PageIds
+from .break_even import Route
+from .radix_cache import HiRadixCache
+
+# A copy that takes longer is stuck. The engine waits for it, as it would for memory.
+COPY_WAIT_S_MAX = 10.0
+# The pause between two looks at copies in flight.
+_COPY_POLL_S = 0.0001
+
+
+class Prefix(NamedTuple):
+    """The end of a prefix in a tree. A split of its node does not change it."""
+
+    tree: RadixTree
+    node: Node
+
+    @property
+    def is_empty(self) -> bool:
+        """True for the start of all prompts."""
+        return self.node.parent is None
+
+
+class Found(NamedTuple):
+    """The cached part of a prompt: `device_pages` up to `device`, on L1, and `host_pages` after them up to `end`, which
+    `load` can load."""
+
+    device: Prefix
+    device_pages: int
+    end: Prefix
+    host_pages: int
+
+
+class Shared(NamedTuple):
+    """The result of `share`: the new end of the request's prefix, and `pages`, those of the tree from the first shared
+    page on. The first `present_pages` of them differ from those passed, which the engine frees."""
+
+    prefix: Prefix
+    pages: PageIds
+    present_pages: int
+
+
+class EngineCache(HiRadixCache):
+    """See the module's docstring. `create_cache` builds one if it gets `engine_pages`."""
+
+    # Requests
+
+    def find(self, key: RadixKey) -> Found:
+        """Return the cached prefix of `key`, in whole pages, and mark it as used."""
+        tree = self.tree
+        match = tree.match(key)
+        end, host_pages = self._loadable(match)
+        device = Prefix(tree, match.device_node)
+        return Found(device, len(match.device_pages), Prefix(tree, end) if host_pages else device, host_pages)
+
+    def _loadable(self, match: Match) -> tuple[Node, int]:
+        """Return the deepest node that one load may reach, and the pages of L2 up to it. Does not depend on the loads
+        in flight, so that a request that waits is promised no less later."""
+        tree, pages, end = self.tree, 0, match.device_node
+        pages_max = self.config.transfer.load_pages_max
+        for node in reversed(list(tree.span(match.node, match.host_hit_pages))):
+            if self._verifier is not None and not self._verifier.may_load(node):
+                break
+            if pages + tree.pages(node) > pages_max:
+                break
+            pages, end = pages + tree.pages(node), node
+        return (end, pages) if pages * self.page_size >= self.config.load_back_threshold_tokens else (end, 0)
+
+    def lock(self, prefix: Prefix) -> None:
+        """Keep the pages up to `prefix` on the tiers they are on until `unlock`."""
+        prefix.tree.lock(prefix.node)
+
+    def unlock(self, prefix: Prefix) -> None:
+        """Undo one `lock`."""
+        prefix.tree.unlock(prefix.node)
+        if prefix.tree is not self.tree:
+            self._trees.sweep()
+
+    def device_pages(self, prefix: Prefix) -> PageIds:
+        """Return the L1 pages from the start of the prompt to `prefix`. REQUIRES: `prefix` is on L1."""
+        return prefix.tree.device_pages(prefix.node)
+
+    def load(self, rid: str, found: Found) -> int | None:
+        """Load all `host_pages` of `found` to L1, evicting as needed. Return how many pages are loaded: all, or 0 if
+        computing them is faster or L1 has no room; None while other loads fill the queue. `start_loading` starts the
+        copy. REQUIRES: `found` is of this step."""
+        tree, node, pages = found.end.tree, found.end.node, found.host_pages
+        if tree is not self.tree or self._device_fault is not None or not pages:
+            return 0
+        if pages > self.controller.load_room:
+            self.controller.refuse_load()
+            return None
+        if not self.break_even.decide(Route.LOAD, pages * self.page_size, pages).go:
+            self._counters.skipped["load_does_not_pay"] += 1
+            return 0
+        tree.hold_host(node)
+        tree.lock(found.device.node)  # its eviction for the pages below it would be in vain
+        self.make_room(pages - self.device.allocator.free_pages)
+        load = self._l1.load_path(tree, node, self._contexts.get(rid))
+        tree.unlock(found.device.node)
+        tree.release_host(node)
+        return 0 if load is None else pages
+
+    def begin(self, rid: str, key: RadixKey, found: Found, *, priority: int = 0) -> tuple[int, int, int]:
+        """Note that a request begins with the pages of `found`; its prefetch ends. `found.host_pages` are those that
+        were loaded. Return its cached tokens from L1, L2 and storage. REQUIRES: the caller has locked `found.end`."""
+        self._prefetcher.conclude(rid)
+        if self._verifier is not None:
+            self._verifier.forget(rid)
+        self._contexts.pop(rid, None)
+        pages = found.device_pages + found.host_pages
+        known_pages = self._note_uses(rid, key, pages, begins=True).known_pages
+        tree, node = found.end
+        if tree is self.tree:
+            tree.use(node, priority, pages - known_pages)
+            self._pins.used(node)
+            self._l2.reused(node)
+            self._l1.used(node)
+        return self._count_hits(rid, key, found.device_pages, found.host_pages)
+
+    def share(
+        self, rid: str, key: RadixKey, prefix: Prefix, start_page: int, pages: PageIds, *, priority: int = 0,
+        continues: bool = False,
+    ) -> Shared:  # fmt: skip
+        """Share the pages of `key` from `start_page` on, which are on L1 in `pages` and whose KV is computed or queued
+        before the next fence. The tree takes over those that it lacks.
+
+        `continues`: more of the prompt follows, so a copy to L2 may wait for it. Changes nothing, and returns `prefix`
+        itself, for a tree that was replaced, while pages of the tree that `pages` duplicate are being loaded, and after
+        a device copy has failed. REQUIRES: `prefix` is locked and has `start_page` pages.
+        """
+        self.caller.called()
+        tree, node = prefix
+        is_stale = tree is not self.tree or self._device_fault is not None
+        if is_stale or (self.controller.is_loading and tree.awaits_load(key, node, start_page)):
+            return Shared(prefix, NO_PAGES, 0)
+        uses = self._note_uses(rid, key, start_page + len(pages))
+        inserted = tree.insert(key, pages, priority=priority, below=node, start_page=start_page, uses=uses)
+        present = inserted.present_pages
+        self._pages.take_over(len(pages) - present)
+        end = inserted.node
+        self._pins.used(end)
+        if not (continues and self._l1.gathers(end)):
+            self._l1.used(end)
+        return Shared(Prefix(tree, end), tree.device_pages(end)[start_page:] if present else pages, present)
+
+    def touch(self, prefix: Prefix) -> None:
+        """Start the copies to L2 that the policy wants for a request that ends before its prompt is computed."""
+        if prefix.tree is self.tree:
+            self._l1.used(prefix.node)
+
+    def take_so_far(self, rid: str) -> int:
+        """Put the pages of a prefetch that have arrived into the tree; it goes on. Return how many have arrived."""
+        return self._prefetcher.take_so_far(rid)
+
+    # State
+
+    @property
+    def root(self) -> Prefix:
+        """The empty prefix."""
+        return Prefix(self.tree, self.tree.match(RadixKey(b"", b"", self.tree.position_bytes)).node)
+
+    @property
+    def copies_in_flight(self) -> tuple[int, int]:
+        """The copies to L2 and to L1 in flight."""
+        return self._l1.copies_in_flight
+
+    # Room
+
+    def make_room(self, pages: int) -> int:
+        """Free `pages` pages of L1 for the engine. Return how many are free more than before; fewer than `pages` only
+        if requests, sessions and loads lock the remaining ones.
+
+        Blocks while pages must be copied to L2 first. If that is not enough, prefetches in flight, whose prefixes are
+        locked, and then pins end.
+        """
+        self.caller.require()
+        held, before = self._pages, self._pages.used_pages
+        until_s = self.controller.time_s() + COPY_WAIT_S_MAX
+        promote, self._prefetcher.chunked.promote = self._prefetcher.chunked.promote, None  # it would take the room
+        try:
+            while (short := pages - (before - held.used_pages)) > 0:
+                if self._l1.evict(max(0, short - self._l1.writeback_pages)).freed_pages:
+                    continue
+                if not (self._await_copies(until_s) or self._give_way()):
+                    break
+        finally:
+            self._prefetcher.chunked.promote = promote
+        return before - held.used_pages
+
+    def _await_copies(self, until_s: float) -> bool:
+        """Wait for the end of an operation while copies to L2 are in flight. Return False if there are none."""
+        while self._l1.copies_in_flight[0] and self.controller.time_s() < until_s:
+            if self.poll():
+                return True
+            self.controller.clock.sleep(_COPY_POLL_S)
+        return False
+
+    def _give_way(self) -> bool:
+        """End what locks or holds pages of L1 for requests that have not begun, or for operators. Return False if there
+        is nothing."""
+        if self._prefetcher.chunked.release_arrived():
+            return True
+        if rids := self._prefetcher.active():
+            for rid in rids:
+                self._prefetcher.abort(rid)
+            return True
+        pins = len(self._pins.active)
+        self._pins.clear()
+        self._counters.skipped["pin_gave_way"] += pins
+        return pins > 0
+
+    # Inside
+
+    def _reusable(self, key: RadixKey) -> RadixKey:
+        """Return `key`: the engine has cut off the tokens that it computes."""
+        self.tree.require_fitting(key)
+        return key
+
+    @property
+    def _pages(self) -> EnginePages:
+        pages = self.device.allocator
+        if not isinstance(pages, EnginePages):
+            raise InvalidInput("EngineCache: the pool has no free list of an engine; pass `engine_pages`")
+        return pages

@@ -1,0 +1,53 @@
+"""The configuration of the running SGLang that identifies its weights. Imports SGLang."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+from sglang.srt.runtime_context import get_lora, get_model, get_serving, get_spec
+from sglang.version import __version__ as sglang_version
+
+from ..options import model_identity
+from .identity import Engine
+
+OPTIONS = "--hicache-storage-backend-extra-config"
+
+
+def weight_version() -> str:
+    """Return the version that SGLang's users give to updates of weights."""
+    return str(get_serving().weight_version)
+
+
+def running_engine(extra: Mapping[str, object] | None, label: str | None) -> Engine:
+    """Read SGLang's configuration. Blocks while weights are read for the first time. Raises ConfigError if the weights
+    cannot be identified."""
+    model, adapters, draft = get_model(), get_lora().lora_paths or (), get_spec().speculative_draft_model_path
+    weights = [model_identity(OPTIONS, extra, model.model_path, _commit(model.model_path, model.revision))]
+    # SGLang's keys contain an adapter's name and path; and a draft model's KV may be part of a page.
+    for path in (*sorted(adapter.lora_path for adapter in adapters), *([draft] if draft else [])):
+        weights.append(model_identity(OPTIONS, None, path, _commit(path, None)))
+    return Engine(
+        version=sglang_version,
+        weights=" ".join(weights),
+        weight_version=weight_version(),
+        label=label or model.model_path,
+        kv_cache_dtype=str(model.kv_cache_dtype),
+        quantization=str(model.quantization or ""),
+        kv_scales=_digest(model.quantization_param_path),
+        overrides={"arguments": model.json_model_override_args, "dtype": model.dtype},
+    )
+
+
+def _commit(model: str, revision: str | None) -> str | None:
+    """Return the commit of a downloaded model of a hub, or None."""
+    if Path(model).exists():
+        return None
+    found = try_to_load_from_cache(model, "config.json", revision=revision)
+    return Path(found).parent.name if isinstance(found, str) else None
+
+
+def _digest(path: str | None) -> str:
+    return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()

@@ -1,0 +1,12 @@
+"""HiCache as the tree cache of SGLang (`--radix-cache-backend hicache`): tree, host memory and storage in one.
+
+    plugin     registers the tree with SGLang; imports nothing until the flag is used
+    start      builds the cache from SGLang's flags and pools
+    tree       HiCacheTree: SGLang's interface of a tree, over an EngineCache
+    pool       SGLang's device memory and its free list, for the cache
+    prefill    measures SGLang's prefill speed
+    settings   flags that are refused or have no effect
+
+SGLang owns the slots of L1, and its scheduler calls from one thread. `hicache.integrations.sglang` is the other way:
+storage below SGLang's own tree. See docs/engines.md.
+"""

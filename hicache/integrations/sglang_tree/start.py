@@ -1,0 +1,180 @@
+"""Builds the tree from SGLang's flags and pools, with the servers of metrics and of the admin surface."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+from sglang.srt.runtime_context import get_memory, get_parallel
+
+from ...admin import serve_configured as serve_admin
+from ...cache import create_cache
+from ...cache.engine_cache import EngineCache
+from ...config import HiCacheConfig
+from ...controller import TorchRankGroup
+from ...errors import ConfigError
+from ...geometry import KVGeometry, KVLayout
+from ...keys import Namespace
+from ...metrics.families import cache_collector
+from ...metrics.server import serve_collector
+from ..options import engine_config
+from ..sglang.running import OPTIONS, running_engine
+from .pool import USE_OWN_TREE, DraftWaits, LayerWaits, SGLangPages, device_blocks, device_layers
+from .prefill import PrefillClock
+from .tree import HiCacheTree
+
+logger = logging.getLogger(__name__)
+
+# Each process of an engine on a node serves metrics on its own port.
+_PROCESSES_MAX = 64
+# Shorter pages need a file or an object for a few tokens each.
+_PAGE_TOKENS_MIN = 16
+
+
+def build_tree(context: TreeCacheBuildContext) -> HiCacheTree:
+    """Return the tree. Blocks while weights are fingerprinted for the first time, and until storage is open. Raises
+    ConfigError, with what to change, for what the tree does not support; SGLang then does not start."""
+    params = context.params
+    _require_supported(context)
+    allocator = params.token_to_kv_pool_allocator
+    pool, drafts = allocator.get_kvcache(), params.mtp_draft_device_pools
+    geometry, layers = device_layers(pool, drafts)
+    extra = _extra_of(get_memory().hicache_storage_backend_extra_config)
+    config = _config_of(engine_config(OPTIONS, extra, params.page_size, whole_page=True), context)
+    blocks = device_blocks(layers, params.page_size)
+    namespace = _namespace(extra, config, geometry, wide_ids=_has_wide_ids(context))
+    ranks = _ranks(config, params.tp_cache_group)
+    pages = SGLangPages(allocator)
+    cache = create_cache(
+        config, namespace, device=blocks.device, device_blocks=blocks, engine_pages=pages, ranks=ranks
+    )
+    assert isinstance(cache, EngineCache)
+    waits = LayerWaits(geometry.layers, blocks.device)
+    _register_waits(context, waits, pool, drafts)
+    first = get_parallel().attn_tp_rank == 0
+    servers = [
+        serve_collector(config, cache_collector(cache.statistics), ports=_PROCESSES_MAX) if first else None,
+        serve_admin(config, cache, namespace) if first else None,
+    ]
+
+    def close() -> None:
+        for server in servers:
+            if server is not None:
+                server.close()
+        servers.clear()
+        cache.close()
+
+    atexit.register(close)
+    stream = context.tp_worker.model_runner.forward_stream if blocks.device.type == "cuda" else None
+    return HiCacheTree(
+        params, cache, pages, waits, PrefillClock(cache.record_prefill, stream),
+        wide_ids=_has_wide_ids(context), fence=None if stream is None else _fences(stream),
+        weights_changed=lambda: True, take_events=None, close=close,
+    )  # fmt: skip
+
+
+def _require_supported(context: TreeCacheBuildContext) -> None:
+    """Raise ConfigError for what this tree cannot have, with all reasons."""
+    params, parallel, memory = context.params, get_parallel(), get_memory()
+    problems = {
+        "--enable-hierarchical-cache is not set, and without it SGLang does not load from host memory; set it":
+            not context.enable_hierarchical_cache,
+        "--disable-radix-cache: nothing would be reused; remove it": context.disable_radix_cache,
+        f"models with sliding windows are not supported; {USE_OWN_TREE}": context.is_hybrid_swa,
+        f"models with state are not supported; {USE_OWN_TREE}": context.is_hybrid_ssm,
+        f"models with a sparse-attention index are not supported; {USE_OWN_TREE}": context.is_dsa,
+        f"pipeline parallelism is not supported; {USE_OWN_TREE}": parallel.pp_size > 1,
+        f"context parallelism is not supported; {USE_OWN_TREE}": parallel.attn_cp_size > 1 or parallel.dcp_enabled,
+        f"a draft model with a KV pool of its own is not supported; {USE_OWN_TREE}":
+            bool(params.sidecar_draft_device_pools),
+        "--hicache-host-memory-mode buffer_only: our host memory is a cache; remove it":
+            memory.hicache_host_memory_mode == "buffer_only",
+    }  # fmt: skip
+    found = [problem for problem, is_there in problems.items() if is_there]
+    if found:
+        raise ConfigError("--radix-cache-backend hicache: " + "; ".join(found))
+
+
+def _extra_of(text: str | None) -> dict[str, Any]:
+    try:
+        extra = json.loads(text) if text else {}
+    except ValueError as error:
+        raise ConfigError(f"{OPTIONS}: {error}; write a JSON object") from error
+    if not isinstance(extra, dict):
+        raise ConfigError(f"{OPTIONS}: {type(extra).__name__} is not a JSON object")
+    return extra
+
+
+def _config_of(config: HiCacheConfig, context: TreeCacheBuildContext) -> HiCacheConfig:
+    """Return the configuration of this process: keys of 8 bytes where a position is not one token of 4 bytes, and its
+    own names for each data-parallel rank."""
+    if context.params.page_size < _PAGE_TOKENS_MIN:
+        logger.warning(
+            "pages have %d tokens, and each is an object in storage: start SGLang with --page-size 64",
+            context.params.page_size,
+        )
+    changes: dict[str, Any] = {"bigram_keys": context.params.is_eagle or _has_wide_ids(context)}
+    parallel, shared = get_parallel(), config.host.shared
+    rank = parallel.attn_dp_rank or parallel.dp_rank or 0
+    if rank and shared.name:
+        changes["host"] = config.host.model_copy(
+            update={"shared": shared.model_copy(update={"name": f"{shared.name}-dp{rank}"})}
+        )
+    if rank and config.admin.socket is not None:
+        socket = config.admin.socket
+        changes["admin"] = config.admin.model_copy(update={"socket": f"{socket}-dp{rank}"})
+    return config.model_copy(update=changes)
+
+
+def _has_wide_ids(context: TreeCacheBuildContext) -> bool:
+    """Return True if token ids may have more than 31 bits: SGLang names images by ids of 62 bits."""
+    return bool(context.model_config.is_multimodal)
+
+
+def _namespace(extra: dict[str, Any], config: HiCacheConfig, geometry: KVGeometry, *, wide_ids: bool) -> Namespace:
+    engine, parallel = running_engine(extra, config.model_label), get_parallel()
+    is_mla = geometry.layout is KVLayout.MLA
+    return Namespace(
+        model=engine.model,
+        geometry=geometry,
+        kv_scales=engine.kv_scales,
+        tp_rank=parallel.attn_tp_rank,
+        tp_size=parallel.attn_tp_size,
+        ranks_share_pages=is_mla,
+        engine_layout=f"sglang {engine.version} tree kv={engine.kv_cache_dtype}{' wide' if wide_ids else ''}",
+        quantisation=engine.quantization,
+        label=engine.label,
+    )
+
+
+def _ranks(config: HiCacheConfig, group: Any) -> TorchRankGroup | None:
+    """Return the ranks that schedule alike, over a process group of their own; None for one rank."""
+    if group is None or dist.get_world_size(group) == 1:
+        return None
+    own = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
+    return TorchRankGroup(own, config.ranks)
+
+
+def _register_waits(context: TreeCacheBuildContext, waits: LayerWaits, pool: Any, drafts: Any) -> None:
+    """Let SGLang's forwards wait for the layers that they read."""
+    pool.register_layer_transfer_counter(waits)
+    first = pool.layer_num
+    for draft in drafts:
+        draft.register_layer_transfer_counter(DraftWaits(waits, first))
+        first += draft.layer_num
+    context.tp_worker.register_hicache_layer_transfer_counter(waits)
+
+
+def _fences(stream: torch.cuda.Stream) -> Callable[[], torch.cuda.Event]:
+    def fence() -> torch.cuda.Event:
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record(stream)
+        return event
+
+    return fence

@@ -1,0 +1,444 @@
+"""HiCacheTree: SGLang's interface of a tree cache, over an EngineCache.
+
+Written for SGLang 0.5.23. Its scheduler calls per request and in this order:
+
+    prefetch_from_storage                    at its arrival
+    check_prefetch_progress, pop_prefetch_loaded_span, match_prefix, lock, init_load_back, lock,
+    finish_storage_prefetch_admission        when it may run
+    ready_to_load_host_cache                 once per prefill batch
+    checkpoint                               after each chunk of the prompt, and at its end
+    unlock
+
+and in each step `check_hicache_events`, at its beginning, and `flush_pending_backups`, after its batch.
+
+SGLang's handle of a node is a `Prefix`. `req.kv.cache_protected_len` is the part of a request's slots that the tree
+owns, in tokens; SGLang frees the others.
+
+All calls are made on the scheduler's thread. No call raises for a request: one whose tokens the tree cannot hold is
+computed without it.
+"""
+
+from __future__ import annotations
+
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
+    CacheRequestHandle,
+    DecLockRefParams,
+    DecLockRefResult,
+    EvictParams,
+    EvictResult,
+    IncLockRefResult,
+    InitLoadBackParams,
+    MatchPrefixParams,
+    MatchResult,
+    TreeLock,
+    _dfs_weight_order,
+)
+
+from ...cache.engine_cache import EngineCache, Found, Prefix
+from ...errors import InvalidInput, InvariantError
+from ...keys import BIGRAM_BYTES, RadixKey
+from .pool import LayerWaits, SGLangPages
+from .prefill import PrefillClock
+
+# The pause of a step that computes nothing while copies or storage work: SGLang repeats it at once, and a busy loop
+# would take the interpreter's lock from their threads.
+_REST_S = 0.0005
+_RECEIPT = DecLockRefParams()
+
+
+class _Matched(NamedTuple):
+    """The last match of a request that may be admitted next."""
+
+    request: Any
+    key: RadixKey
+    found: Found
+
+
+class _HostPool:
+    """The figures of L2 that SGLang's metrics read, in tokens."""
+
+    def __init__(self, cache: EngineCache) -> None:
+        self._cache = cache
+
+    @property
+    def logical_size(self) -> int:
+        return self._cache.host.pages * self._cache.page_size
+
+    def available_size(self) -> int:
+        return self._cache.host.allocator.free_pages * self._cache.page_size
+
+
+class HiCacheTree(BasePrefixCache):
+    """See the module's docstring. Owns `cache`, and calls `close` at its end.
+
+    `params` are SGLang's. `wide_ids`: token ids have up to 64 bits, as those of images. `fence` returns a point in
+    SGLang's forwards, None on a CPU. `weights_changed` tells after a flush whether the weights may have changed.
+    """
+
+    disable = False
+    hicache_storage_pass_prefix_keys = False
+
+    def __init__(  # noqa: PLR0913
+        self,
+        params: Any,
+        cache: EngineCache,
+        pages: SGLangPages,
+        waits: LayerWaits,
+        prefill: PrefillClock,
+        *,
+        wide_ids: bool,
+        fence: Callable[[], Any] | None,
+        weights_changed: Callable[[], bool],
+        take_events: Callable[[], list[Any]] | None,
+        close: Callable[[], None],
+    ) -> None:
+        self.cache = cache
+        self.req_to_token_pool = params.req_to_token_pool
+        self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
+        self.page_size = cache.page_size
+        self.is_eagle = params.is_eagle
+        self.token_to_kv_pool_host = _HostPool(cache)
+        self._pages = pages
+        self._waits = waits
+        self._prefill = prefill
+        self._wide_ids = wide_ids
+        self._fence = fence
+        self._weights_changed = weights_changed
+        self._take_events = take_events
+        self._close = close
+        self._matched: _Matched | None = None
+        self._prefetched: dict[str, int] = {}  # tokens before the prefetch of a waiting request
+        self._has_computed = True  # in this step
+        if params.enable_metrics:
+            self.init_metrics_collector()
+
+    # Prefixes
+
+    def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
+        """Return the cached prefix, of which `init_load_back` can load the part on L2."""
+        key = self._key(params.key.raw_token_ids(), params.key.extra_key, params.key.cache_salt)
+        found = self._nothing() if key is None else self.cache.find(key)
+        self._matched = None if key is None or params.req is None else _Matched(params.req, key, found)
+        return MatchResult(
+            device_prefix_len=found.device_pages * self.page_size,
+            last_device_node=found.device,
+            last_host_node=found.end,
+            best_match_node=found.end,
+            host_hit_length=found.host_pages * self.page_size,
+            full_kv_hit_length=(found.device_pages + found.host_pages) * self.page_size,
+        )
+
+    def touch_prefix(self, key: Any) -> None:
+        """Mark the cached prefix of `key` as used."""
+        mine = self._key(key.raw_token_ids(), key.extra_key, key.cache_salt)
+        if mine is not None:
+            self.cache.match_prefix(mine)
+
+    def path_device_indices(self, node: Prefix) -> torch.Tensor:
+        """Return the slots of the prefix, int64 `[tokens]` on the device."""
+        return self._pages.slots_of(self.cache.device_pages(node))
+
+    def lock(self, node: Prefix) -> TreeLock:
+        """Keep the prefix on L1 until `unlock`."""
+        self.cache.lock(node)
+        return TreeLock(node, _RECEIPT)
+
+    def unlock(self, lock: TreeLock | None) -> None:
+        """Undo one `lock`."""
+        if lock is not None:
+            self.cache.unlock(lock.node)
+
+    def inc_lock_ref(self, node: Prefix) -> IncLockRefResult:
+        """As `lock`."""
+        self.cache.lock(node)
+        return IncLockRefResult()
+
+    def dec_lock_ref(self, node: Prefix, params: DecLockRefParams | None = None) -> DecLockRefResult:
+        """As `unlock`."""
+        self.cache.unlock(node)
+        return DecLockRefResult()
+
+    def root_node_handle(self, extra_key: str | None = None) -> Prefix:
+        """Return the start of all prompts."""
+        return self._nothing().device
+
+    def dfs_weight_order(self, node_handles: Sequence[Prefix]) -> list[int]:
+        """Return the order of requests, by the handles of their prefixes, that keeps those with common prefixes
+        together."""
+        roots = {id(root): root for root in map(_root_of, node_handles)}
+        order: list[int] = _dfs_weight_order(_Roots(roots), [handle.node for handle in node_handles], lambda node: node)
+        return order
+
+    def is_root(self, node: Prefix) -> bool:
+        """Return True for the start of all prompts."""
+        return node.is_empty
+
+    def is_backuped(self, node: Prefix) -> bool:
+        """Return True: a prefetch can begin after any prefix."""
+        return True
+
+    def get_last_hash_value(self, node: Prefix) -> None:
+        """Return None: the tree knows its page keys."""
+
+    # Slots
+
+    def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
+        """Give the tree the whole pages of the first `up_to` tokens of a request, and lock them instead of its prefix.
+        The request then uses the tree's slots, and its duplicates are freed."""
+        key = self._key(req.full_untruncated_fill_ids[:up_to], req.extra_key, req.cache_salt)
+        if key is None or req.lock is None:
+            return
+        page_size, start_page = self.page_size, req.kv.cache_protected_len // self.page_size
+        begin, end = start_page * page_size, key.pages(page_size) * page_size
+        continues = up_to < len(req.origin_input_ids)
+        if continues:
+            self._prefill.add(req)
+        if end <= begin:
+            return
+        row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
+        old: Prefix = req.lock.node
+        shared = self.cache.share(
+            req.rid, key, old, start_page, self._pages.pages_of(row[begin:end]), priority=req.priority or 0,
+            continues=continues,
+        )  # fmt: skip
+        if shared.prefix is old:
+            return
+        if shared.present_pages:
+            middle = begin + shared.present_pages * page_size
+            self.token_to_kv_pool_allocator.free_segment(row[begin:middle], start_pos=begin)
+            slots = self._pages.slots_of(shared.pages[: shared.present_pages])
+            self.req_to_token_pool.write((req.kv.req_pool_idx, slice(begin, middle)), slots)
+        lock = self.lock(shared.prefix)
+        self.unlock(req.lock)
+        req.lock, req.last_node = lock, shared.prefix
+        req.kv.cache_protected_len = req.kv.cache_inserted_len = end
+
+    def evict(self, params: EvictParams) -> EvictResult:
+        """Free slots. Blocks while their pages must be copied to L2 first."""
+        began_s = time.perf_counter()
+        freed = self.cache.make_room(-(-params.num_tokens // self.page_size)) * self.page_size
+        self.update_eviction_metrics(freed, began_s)
+        return EvictResult(num_tokens_evicted=freed)
+
+    def evictable_size(self) -> int:
+        """Return the tokens on L1 that `evict` can free."""
+        return self.cache.tree.device_evictable_pages * self.page_size
+
+    def protected_size(self) -> int:
+        """Return the other tokens of the tree on L1, also of replaced trees."""
+        return (self._pages.used_pages - self.cache.tree.device_evictable_pages) * self.page_size
+
+    full_evictable_size = evictable_size
+    full_protected_size = protected_size
+
+    def total_size(self) -> int:
+        """Return the tokens of the tree on L1."""
+        return self._pages.used_pages * self.page_size
+
+    def pretty_print(self) -> None:
+        """Print the sizes of the tree."""
+        print(f"HiCache: {self.cache.tree.node_count} nodes, {self.total_size()} tokens on L1")
+
+    def sanity_check(self) -> None:
+        """Raise InvariantError if the tree or a pool is inconsistent. SGLang calls it when it is idle."""
+        self.cache.check()
+
+    # Host memory
+
+    def init_load_back(self, params: InitLoadBackParams) -> tuple[int, Prefix] | None:
+        """Load the promised part of the prefix on L2. Return its tokens and its end, (0, the end on L1) if computing it
+        is faster; None while other loads must end first."""
+        request, page_size = params.req, self.page_size
+        device: Prefix = request.last_node
+        device_pages, host_pages = request.prefix_len // page_size, params.host_hit_length // page_size
+        found = Found(device, device_pages, params.best_match_node, host_pages)
+        loaded = self.cache.load(_rid(request.cache_request_handle), found)
+        if loaded is None:
+            return None
+        end = found.end if loaded else device
+        if self._matched is not None:
+            self._matched = self._matched._replace(found=found._replace(end=end, host_pages=loaded))
+        return loaded * page_size, end
+
+    def ready_to_load_host_cache(self) -> int:
+        """Start the loads of a batch. Return the number of the transfer that its forward waits for, -1 for none."""
+        self._pass_fence()
+        transfer = self.cache.start_loading()
+        self._has_computed = True
+        self._prefill.begins(loads=transfer is not None)
+        return -1 if transfer is None else self._waits.add(transfer)
+
+    def flush_pending_backups(self) -> None:
+        """Note the end of a step with a batch."""
+        self._has_computed = True
+        self._prefill.ended()
+
+    def check_hicache_events(self) -> None:
+        """Take in what has ended, and start what waits. Rests if the step before has computed nothing."""
+        self._prefill.ended()
+        self._pass_fence()
+        self.cache.poll()
+        if not self._has_computed and not self.cache.controller.idle:
+            time.sleep(_REST_S)
+        self._has_computed = False
+
+    def _pass_fence(self) -> None:
+        if self._fence is not None:
+            self.cache.record_fence(self._fence())
+
+    # Storage
+
+    @property
+    def enable_storage(self) -> bool:
+        """True if the tree has storage, open or being opened."""
+        return self.cache.storage.attached
+
+    def prefetch_from_storage(  # noqa: PLR0913, PLR0917 - SGLang's
+        self,
+        request: CacheRequestHandle,
+        last_host_node: Prefix,
+        new_input_tokens: array[int],
+        last_hash: str | None = None,
+        prefix_keys: list[str] | None = None,
+        matched_prefix_tokens: array[int] | None = None,
+        extra_key: str | None = None,
+        cache_salt: str | None = None,
+        storage_hit_end: int | None = None,
+    ) -> bool:
+        """Start to read the part of a prompt that is not on L1 or L2."""
+        tokens = new_input_tokens if matched_prefix_tokens is None else matched_prefix_tokens + new_input_tokens
+        key = self._key(tokens, extra_key, cache_salt)
+        if key is None:
+            return False
+        rid = _rid(request)
+        self._prefetched[rid] = len(matched_prefix_tokens or ())
+        return self.cache.prefetch_from_storage(rid, key)
+
+    def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
+        """Return True once the request need not wait for storage."""
+        return self.cache.check_prefetch_progress(_rid(request))
+
+    def pop_prefetch_loaded_tokens(self, request: CacheRequestHandle) -> int:
+        """Put the pages that have arrived for a request into the tree. Return their tokens."""
+        return self.cache.take_so_far(_rid(request)) * self.page_size
+
+    def pop_prefetch_loaded_span(self, handle: CacheRequestHandle) -> tuple[int, int | None]:
+        """As `pop_prefetch_loaded_tokens`; also return where they begin."""
+        return self.pop_prefetch_loaded_tokens(handle), self._prefetched.get(_rid(handle))
+
+    def finish_storage_prefetch_admission(
+        self, handle: CacheRequestHandle, fulfilled_tokens: int, reason: str | None
+    ) -> None:
+        """Note that a request begins."""
+        matched, self._matched = self._matched, None
+        rid = _rid(handle)
+        self._prefetched.pop(rid, None)
+        if matched is None or matched.request.cache_request_handle != handle:
+            self.cache.abort_prefetch(rid)
+            return
+        self._prefill.add(matched.request)
+        self.cache.begin(rid, matched.key, matched.found, priority=matched.request.priority or 0)
+
+    def release_aborted_request(self, handle: CacheRequestHandle) -> None:
+        """Stop the prefetch of a request that will not run."""
+        rid = _rid(handle)
+        self._prefetched.pop(rid, None)
+        self.cache.abort_prefetch(rid)
+
+    def attach_storage_backend(self, **_: Any) -> tuple[bool, str]:
+        """Use the configured storage again."""
+        try:
+            self.cache.storage.attach()
+        except InvalidInput as error:
+            return False, str(error)
+        return True, "HiCache uses the storage of its configuration; the arguments have no effect"
+
+    def detach_storage_backend(self) -> tuple[bool, str]:
+        """Stop using storage."""
+        self.cache.storage.detach()
+        return True, "HiCache does not use storage now"
+
+    # Figures and the end
+
+    @property
+    def ongoing_write_through(self) -> Sequence[int]:
+        """One entry per copy to L2 in flight; SGLang reads the length of these four."""
+        return range(self.cache.copies_in_flight[0])
+
+    @property
+    def ongoing_load_back(self) -> Sequence[int]:
+        """One entry per copy to L1 in flight."""
+        return range(self.cache.copies_in_flight[1])
+
+    @property
+    def ongoing_prefetch(self) -> Sequence[int]:
+        """Empty: a flush need not wait for reads."""
+        return ()
+
+    @property
+    def ongoing_backup(self) -> Sequence[int]:
+        """One entry if anything else is in flight, so that SGLang's idle loop continues."""
+        return range(not self.cache.controller.idle)
+
+    def take_events(self) -> list[Any]:
+        """Return SGLang's events since the last call."""
+        return [] if self._take_events is None else self._take_events()
+
+    def reset(self) -> None:
+        """Forget all pages of L1 and L2; after new weights, also those of storage."""
+        self._matched = None
+        self._prefetched.clear()
+        if self._weights_changed():
+            self.cache.update_weights(self.cache.weights_epoch + 1)
+        else:
+            self.cache.clear()
+        if self._pages.used_pages:  # SGLang is about to give all slots away
+            raise InvariantError(f"flush: {self._pages.used_pages} pages of L1 are still in use; restart SGLang")
+
+    def release_host_resources(self) -> None:
+        """Store the remaining pages and end."""
+        self._close()
+
+    # Inside
+
+    def _key(self, tokens: array[int], extra_key: str | None, cache_salt: str | None) -> RadixKey | None:
+        """Return the key of a prompt; None if it has no whole page, or tokens that the tree cannot hold."""
+        if len(tokens) < self.page_size:
+            return None
+        try:
+            if self._wide_ids:
+                seed = RadixKey.of((0,), extra_key=extra_key, cache_salt=cache_salt or None).seed
+                return RadixKey(array("q", tokens).tobytes(), seed, BIGRAM_BYTES)
+            return RadixKey.of(tokens, extra_key=extra_key, cache_salt=cache_salt or None, bigram=self.is_eagle)
+        except InvalidInput:
+            return None
+
+    def _nothing(self) -> Found:
+        root = self.cache.root
+        return Found(root, 0, root, 0)
+
+
+class _Roots:
+    """The common parent of several roots, for `dfs_weight_order`."""
+
+    def __init__(self, roots: dict[int, Any]) -> None:
+        self.children = roots
+
+
+def _root_of(prefix: Prefix) -> Any:
+    node = prefix.node
+    while node.parent is not None:
+        node = node.parent
+    return node
+
+
+def _rid(handle: CacheRequestHandle) -> str:
+    """Return the id of an attempt: a retracted request begins again under its id."""
+    return handle.rid if not handle.attempt_id else f"{handle.rid}#{handle.attempt_id}"
