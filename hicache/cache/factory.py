@@ -91,10 +91,10 @@ def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
     geometry = _attention(instance("namespace", namespace, Namespace))
     known = _known_device(device)
     _require_page_size(instance("config", config, HiCacheConfig), geometry.page_size)
-    l1_pages = _l1_pages(config, geometry, known, device_pages, device_memory, device_blocks)
     if engine_pages is not None:
         _require_for_engine(config, device_blocks)
-        l1_pages = engine_pages.capacity
+    l1_pages = _l1_pages(config, geometry, known, device_pages, device_memory, device_blocks)
+    l1_pages = l1_pages if engine_pages is None else engine_pages.capacity
     page_bytes, ascending = geometry.payload_bytes, config.device.ascending_pages
     if ranks is not None:
         _require_same(ranks, config, namespace)

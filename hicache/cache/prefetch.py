@@ -28,8 +28,9 @@ request is over during a long call of the store, without an arrived page.
 If another request is fetching the next page of a request, it waits for that, and then looks up the still missing pages:
 equal prompts that arrive together are read once.
 
-With ranks, all decide identically: by agreed acks, page counts, gate state and time. Longer than 500 lines because the
-moves of a prefetch share its table, its operations and its share of L2.
+With ranks, all decide identically: by agreed acks, page counts, gate state and time.
+
+Longer than 500 lines because all moves of a prefetch share its table, its operations and its share of L2.
 
 Called by the scheduler thread alone; no lock.
 """

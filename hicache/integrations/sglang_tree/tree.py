@@ -286,7 +286,7 @@ class HiCacheTree(BasePrefixCache):
         self._pass_fence()
         self.cache.poll()
         if not self._has_computed and not self.cache.controller.idle:
-            time.sleep(_REST_S)
+            self.cache.controller.clock.sleep(_REST_S)
         self._has_computed = False
 
     def _pass_fence(self) -> None:

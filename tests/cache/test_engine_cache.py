@@ -1,0 +1,373 @@
+"""An EngineCache under an engine that owns the slots of L1, as SGLang does: free list, table of slots, locks, requests.
+
+The engine writes bytes into its pages that depend on the whole prefix, and compares all pages that it gets. After each
+step the cache is consistent, and each page is free, the tree's or a request's.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from hicache.cache import EngineCache, create_cache
+from hicache.cache.engine_cache import Found, Prefix
+from hicache.config import HiCacheConfig
+from hicache.errors import ConfigError, InvalidInput
+from hicache.keys import RadixKey, page_keys
+from hicache.tiers import EngineBlocks, EnginePages
+from hicache.types import NO_PAGES, PageIds
+from tests.cache.world import GEOMETRY, NAMESPACE
+from tests.seeds import seeds
+from tests.waiting import wait_for
+
+PAGE = GEOMETRY.page_size
+STEPS = 120
+
+
+class FreeList:
+    """The free list of an engine: an `EnginePages` that checks what it gets."""
+
+    first = 1
+    group_open = False
+
+    def __init__(self, pages: int) -> None:
+        self.capacity = pages
+        self.used_pages = 0
+        self.free_ids = list(range(1, pages + 1))
+
+    @property
+    def free_pages(self) -> int:
+        return len(self.free_ids)
+
+    def alloc(self, count: int) -> PageIds | None:
+        pages = self.take(count)
+        if pages is not None:
+            self.used_pages += count
+        return pages
+
+    def free(self, pages: PageIds) -> None:
+        self.used_pages -= len(pages)
+        self.give(pages)
+
+    def take_over(self, count: int) -> None:
+        self.used_pages += count
+
+    def take(self, count: int) -> PageIds | None:
+        """Allocate for a request."""
+        if count > len(self.free_ids):
+            return None
+        taken, self.free_ids = self.free_ids[:count], self.free_ids[count:]
+        return np.array(taken, np.int32)
+
+    def give(self, pages: PageIds) -> None:
+        """Free the pages of a request."""
+        assert not set(self.free_ids) & set(pages.tolist()), "freed twice"
+        self.free_ids += pages.tolist()
+
+    @contextmanager
+    def free_group(self) -> Iterator[None]:
+        yield
+
+    def check(self) -> None:
+        assert len(set(self.free_ids)) == len(self.free_ids) and self.used_pages >= 0
+
+
+@dataclass(eq=False)
+class Request:
+    rid: str
+    tokens: list[int]
+    row: list[int]  # its page of each page of tokens
+    shared_pages: int
+    lock: Prefix
+    hits: tuple[int, int, int]
+    done_pages: int = 0
+    key: RadixKey = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = RadixKey.of(self.tokens)
+
+
+class Engine:
+    """An engine with `pages` pages on L1 whose requests compute a page per token run."""
+
+    def __init__(self, pages: int = 24, **entries: object) -> None:
+        shape = ((pages + 1) * PAGE, GEOMETRY.heads, GEOMETRY.head_dim)
+        self.regions = [[torch.zeros(shape) for _ in range(2)] for _ in range(GEOMETRY.layers)]
+        self.pages = FreeList(pages)
+        config = {
+            "page_size": PAGE, "host": {"tokens": 200}, "break_even": {"mode": "always"},
+            "load_back_threshold_tokens": 1, "prefetch": {"policy": "wait_complete", "threshold_tokens": 1}, **entries,
+        }  # fmt: skip
+        cache = create_cache(
+            HiCacheConfig.model_validate(config), NAMESPACE,
+            device_blocks=EngineBlocks(self.regions, first=1, slots_per_block=PAGE), engine_pages=self.pages,
+        )  # fmt: skip
+        assert isinstance(cache, EngineCache)
+        self.cache = cache
+        self.running: list[Request] = []
+        self.count = 0
+
+    def begin(self, tokens: list[int]) -> Request | None:
+        """Admit a request as SGLang does; None if there is no room now."""
+        self.count += 1
+        rid, cache = f"r{self.count}", self.cache
+        key = RadixKey.of(tokens[:-1]) if len(tokens) > 1 else RadixKey(b"")
+        cache.prefetch_from_storage(rid, key)
+        wait_for(lambda: cache.check_prefetch_progress(rid), cache.poll, pause_s=0.0005)
+        cache.take_so_far(rid)
+        found = cache.find(key)
+        needed = -(-len(tokens) // PAGE) - found.device_pages
+        cache.lock(found.device)
+        try:
+            room = self.pages.free_pages + cache.tree.device_evictable_pages
+            if needed > room:
+                cache.abort_prefetch(rid)
+                return None
+            loaded = cache.load(rid, found) if found.host_pages else 0
+            assert loaded in (0, found.host_pages)
+            found = Found(found.device, found.device_pages, found.end if loaded else found.device, loaded or 0)
+            cache.lock(found.end)
+        finally:
+            cache.unlock(found.device)
+        hits = cache.begin(rid, key, found)
+        prefix = cache.device_pages(found.end)
+        own = self.take(needed - found.host_pages)
+        row = [*prefix.tolist(), *own.tolist()]
+        request = Request(rid, tokens, row, len(prefix), found.end, hits, len(prefix))
+        if (transfer := cache.start_loading()) is not None:
+            for layer in range(GEOMETRY.layers):
+                transfer.wait_layer(layer)
+        self.compare(request, len(prefix))
+        self.running.append(request)
+        return request
+
+    def take(self, count: int) -> PageIds:
+        """Return pages for a request; the engine counts evictable pages as free, so there must be enough."""
+        if (short := count - self.pages.free_pages) > 0:
+            assert self.cache.make_room(short) >= short
+        pages = self.pages.take(count)
+        assert pages is not None
+        return pages
+
+    def compute(self, request: Request, pages: int) -> None:
+        """Compute up to `pages` more whole pages, and share them."""
+        end = min(len(request.tokens) // PAGE, request.done_pages + pages)
+        for number in range(request.done_pages, end):
+            self.write(request.row[number], self.stamp(request, number))
+        request.done_pages = max(request.done_pages, end)
+        self.share(request)
+
+    def share(self, request: Request) -> None:
+        key = RadixKey.of(request.tokens[: request.done_pages * PAGE]) if request.done_pages else RadixKey(b"")
+        start, old = request.shared_pages, request.lock
+        mine = np.array(request.row[start : request.done_pages], np.int32)
+        if not len(mine):
+            return
+        shared = self.cache.share(
+            request.rid, key, old, start, mine, continues=request.done_pages * PAGE < len(request.tokens)
+        )
+        if shared.prefix is old:
+            return
+        if shared.present_pages:
+            self.pages.give(mine[: shared.present_pages])
+            request.row[start : request.done_pages] = shared.pages.tolist()
+        self.cache.lock(shared.prefix)
+        self.cache.unlock(old)
+        request.lock, request.shared_pages = shared.prefix, request.done_pages
+
+    def end(self, request: Request) -> None:
+        self.running.remove(request)
+        self.pages.give(np.array(request.row[request.shared_pages :], np.int32))
+        self.cache.unlock(request.lock)
+
+    def stamp(self, request: Request, page: int) -> float:
+        key = page_keys(request.key.tokens, PAGE)[page]
+        return float(int.from_bytes(key[:3], "little"))
+
+    def write(self, page: int, stamp: float) -> None:
+        for layer in self.regions:
+            for region in layer:
+                region[page * PAGE : (page + 1) * PAGE] = stamp
+
+    def compare(self, request: Request, pages: int) -> None:
+        for number in range(pages):
+            slots = slice(request.row[number] * PAGE, (request.row[number] + 1) * PAGE)
+            stamp = self.stamp(request, number)
+            assert all((region[slots] == stamp).all() for layer in self.regions for region in layer)
+
+    def check(self) -> None:
+        self.cache.check()
+        own = [page for one in self.running for page in one.row[one.shared_pages :]]
+        tree = self.pages.used_pages
+        assert len(own) + tree + self.pages.free_pages == self.pages.capacity
+        assert not set(own) & set(self.pages.free_ids)
+
+    def close(self) -> None:
+        for request in list(self.running):
+            self.end(request)
+        assert self.cache.drain(20)
+        self.check()
+        assert self.cache.close(20)
+
+
+@contextmanager
+def engine_of(**arguments: object) -> Iterator[Engine]:
+    engine = Engine(**arguments)  # type: ignore[arg-type]
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def whole(engine: Engine, tokens: list[int]) -> Request:
+    """Run a request from its beginning to its end."""
+    begun: list[Request] = []
+    wait_for(lambda: begun.extend(filter(None, [engine.begin(tokens)])) or bool(begun), engine.cache.poll)
+    (request,) = begun
+    engine.compute(request, len(tokens))
+    engine.end(request)
+    return request
+
+
+def tokens_of(name: int, pages: int) -> list[int]:
+    return [name * 1000 + number for number in range(pages * PAGE + 1)]
+
+
+def test_prompts_that_do_not_fit_on_l1_together_hit_on_l2() -> None:
+    with engine_of() as engine:
+        asked = [tokens_of(name, 8) for name in range(6)]
+        assert [whole(engine, one).hits for one in asked] == [(0, 0, 0)] * 6
+        assert all(sum(whole(engine, one).hits) == 8 * PAGE for one in asked)
+        found = engine.cache.statistics()
+        assert found.hit_tokens["host"] > 0 and found.requests == 12
+        engine.check()
+
+
+def test_equal_prompts_at_once_share_the_pages_of_the_first() -> None:
+    with engine_of() as engine:
+        first, second = engine.begin(tokens_of(1, 5)), engine.begin(tokens_of(1, 5))
+        assert first is not None and second is not None
+        engine.compute(first, 3)
+        engine.compute(second, 5)
+        engine.compute(first, 5)
+        assert first.row[:5] == second.row[:5]
+        engine.check()
+        engine.end(first)
+        engine.end(second)
+        assert engine.pages.used_pages == 5
+
+
+def test_what_counts_as_evictable_can_be_freed_under_write_back() -> None:
+    """Also if L2 must take it first: an engine fails if memory that counts as free is not."""
+    with engine_of(write_policy="write_back") as engine:
+        for name in range(3):
+            whole(engine, tokens_of(name, 7))
+        evictable = engine.cache.tree.device_evictable_pages
+        assert engine.cache.drain(10) and evictable == 21
+        assert engine.cache.make_room(evictable) == evictable
+        assert engine.pages.free_pages == 24
+        assert sum(whole(engine, tokens_of(0, 7)).hits) == 7 * PAGE
+
+
+def test_pins_give_way_if_nothing_else_can() -> None:
+    with engine_of(host={"tokens": 40}, write_policy="write_back", pin_host_share=1.0) as engine:
+        for name in range(3):
+            whole(engine, tokens_of(name, 8))
+            engine.cache.pin(RadixKey.of(tokens_of(name, 8)), 60)
+            assert engine.cache.drain(10)
+        evictable = engine.cache.tree.device_evictable_pages
+        assert engine.cache.make_room(evictable) == evictable
+        engine.check()
+
+
+def test_a_flush_keeps_storage_and_new_weights_leave_it(tmp_path: object) -> None:
+    storage = {"type": "file", "options": {"path": str(tmp_path), "free_space_floor": 0}}
+    with engine_of(storage=storage) as engine:
+        whole(engine, tokens_of(1, 6))
+        assert engine.cache.drain(10)
+        engine.cache.clear()
+        assert engine.pages.used_pages == 0
+        assert whole(engine, tokens_of(1, 6)).hits == (0, 0, 6 * PAGE)
+        assert engine.cache.drain(10)
+        engine.cache.update_weights(1)
+        assert whole(engine, tokens_of(1, 6)).hits == (0, 0, 0)
+
+
+def test_a_request_of_a_replaced_tree_ends_normally() -> None:
+    with engine_of() as engine:
+        request = engine.begin(tokens_of(1, 6))
+        assert request is not None
+        engine.compute(request, 3)
+        engine.cache.clear()
+        engine.compute(request, 6)
+        assert request.shared_pages == 3
+        engine.check()
+        engine.end(request)
+        assert engine.cache.drain(10) and engine.pages.used_pages == 0
+        assert whole(engine, tokens_of(1, 6)).hits == (0, 0, 0)
+
+
+def test_a_promise_is_kept_as_a_whole_or_not_at_all() -> None:
+    entries = {"transfer": {"load_pages_max": 4, "write_pages_max": 4}}
+    with engine_of(**entries) as engine:
+        whole(engine, tokens_of(1, 8))
+        assert engine.cache.drain(10)
+        engine.cache.make_room(8)
+        found = engine.cache.find(RadixKey.of(tokens_of(1, 8)[:-1]))
+        assert found.device_pages == 0 and 0 < found.host_pages <= 4
+        assert engine.cache.load("r", found) == found.host_pages
+        assert engine.cache.load("s", engine.cache.find(RadixKey.of(tokens_of(1, 8)[:-1]))) is None
+        engine.cache.start_loading()
+        assert engine.cache.drain(10)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back", "write_through_selective"])
+@pytest.mark.parametrize("seed", seeds(3))
+def test_random_requests_get_their_own_bytes_and_lose_no_page(policy: str, seed: int, tmp_path: object) -> None:
+    draw = random.Random(f"{policy} {seed}")
+    storage = {"type": "file", "options": {"path": str(tmp_path), "free_space_floor": 0, "capacity": "1MiB"}}
+    entries = {"host": {"tokens": draw.choice([40, 100, 300])}, "write_policy": policy}
+    if draw.random() < 0.7:
+        entries["storage"] = storage
+    with engine_of(**entries) as engine:
+        for _ in range(STEPS):
+            step(engine, draw)
+            engine.cache.poll()
+            engine.check()
+        assert engine.cache.statistics().requests > 10
+
+
+def step(engine: Engine, draw: random.Random) -> None:
+    kind = draw.random()
+    if kind < 0.35 and len(engine.running) < 3:
+        begun = tokens_of(draw.randrange(5), draw.randrange(1, 9))
+        engine.begin(begun + [draw.randrange(50_000, 60_000) for _ in range(draw.randrange(3 * PAGE))])
+    elif kind < 0.7 and engine.running:
+        engine.compute(draw.choice(engine.running), draw.randrange(1, 6))
+    elif kind < 0.9 and engine.running:
+        engine.end(draw.choice(engine.running))
+    elif kind < 0.94:
+        engine.cache.make_room(draw.randrange(1, 10))
+    elif kind < 0.96:
+        engine.cache.pin(RadixKey.of(tokens_of(draw.randrange(5), 4)), 60)
+    elif kind < 0.98:
+        engine.cache.clear()
+
+
+def test_settings_that_contradict_an_engine_with_its_own_slots_are_rejected() -> None:
+    with pytest.raises(ConfigError, match="sessions.enabled: true"):
+        Engine(sessions={"enabled": True})
+    with pytest.raises(ConfigError, match="prefix_cache: false"):
+        Engine(prefix_cache=False)
+    config = HiCacheConfig.model_validate({"page_size": PAGE, "host": {"tokens": 64}})
+    with pytest.raises(ConfigError, match="pass device_blocks"):
+        create_cache(config, NAMESPACE, engine_pages=FreeList(4))
+    assert isinstance(FreeList(4), EnginePages) and not len(NO_PAGES)
+    with engine_of() as engine, pytest.raises(InvalidInput, match="page_size|position"):
+        engine.cache.find(RadixKey(b"", b"", 8))
