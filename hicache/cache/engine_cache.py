@@ -20,6 +20,7 @@ the scheduler's thread.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 from ..errors import InvalidInput
@@ -199,7 +200,7 @@ class EngineCache(HiRadixCache):
         if requests, sessions and loads lock the remaining ones.
 
         Blocks while pages must be copied to L2 first. If that is not enough, prefetches in flight, whose prefixes are
-        locked, and then pins end.
+        locked, and then pins end. The last resort is to wait for stores: they hold the pages above them in the tree.
         """
         self.caller.require()
         held, before = self._pages, self._pages.used_pages
@@ -209,19 +210,24 @@ class EngineCache(HiRadixCache):
             while (short := pages - (before - held.used_pages)) > 0:
                 if self._l1.evict(max(0, short - self._l1.writeback_pages)).freed_pages:
                     continue
-                if not (self._await_copies(until_s) or self._give_way()):
+                copies = self._await(lambda: self._l1.copies_in_flight[0], until_s)
+                if not (copies or self._give_way() or self._await(self._held_by_stores, until_s)):
                     break
         finally:
             self._prefetcher.chunked.promote = promote
         return before - held.used_pages
 
-    def _await_copies(self, until_s: float) -> bool:
-        """Wait for the end of an operation while copies to L2 are in flight. Return False if there are none."""
-        while self._l1.copies_in_flight[0] and self.controller.time_s() < until_s:
+    def _await(self, in_flight: Callable[[], int], until_s: float) -> bool:
+        """Wait for the end of an operation while some are in flight. Return False if there are none."""
+        while in_flight() and self.controller.time_s() < until_s:
             if self.poll():
                 return True
             self.controller.clock.sleep(_COPY_POLL_S)
         return False
+
+    def _held_by_stores(self) -> int:
+        """Return the stores in flight that may hold pages which could be evicted otherwise."""
+        return self._l2.stores_in_flight if self.tree.device_evictable_pages else 0
 
     def _give_way(self) -> bool:
         """End what locks or holds pages of L1 for requests that have not begun, or for operators. Return False if there

@@ -116,6 +116,11 @@ class HostTier:
         kept_pages = 0 if self.kept is None else self.kept.room
         return self.host.allocator.free_pages + self._trees.current.host_evictable_pages + kept_pages
 
+    @property
+    def stores_in_flight(self) -> int:
+        """The stores that are not acknowledged; their nodes are held."""
+        return len(self._stores)
+
     def free_evicted(self, pages: PageIds) -> None:
         """Take back pages that the tree has evicted from L2."""
         if len(pages):
