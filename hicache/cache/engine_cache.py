@@ -74,8 +74,11 @@ class EngineCache(HiRadixCache):
     # Requests
 
     def find(self, key: RadixKey) -> Found:
-        """Return the cached prefix of `key`, in whole pages, and mark it as used."""
+        """Return the cached prefix of `key`, in whole pages, and mark it as used; nothing after a device copy has failed,
+        because the content of L1 is unknown then."""
         tree = self.tree
+        if self._device_fault is not None:
+            return Found(self.root, 0, self.root, 0)
         match = tree.match(key)
         end, host_pages = self._loadable(match)
         device = Prefix(tree, match.device_node)

@@ -14,12 +14,14 @@ and in each step `check_hicache_events`, at its beginning, and `flush_pending_ba
 SGLang's handle of a node is a `Prefix`. `req.kv.cache_protected_len` is the part of a request's slots that the tree
 owns, in tokens; SGLang frees the others.
 
-All calls are made on the scheduler's thread. No call raises for a request: one whose tokens the tree cannot hold is
+All calls are made on the scheduler's thread; a thread removes stored pages when SGLang clears its storage. No call raises for a request: one whose tokens the tree cannot hold is
 computed without it.
 """
 
 from __future__ import annotations
 
+import logging
+import math
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -41,6 +43,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     _dfs_weight_order,
 )
 
+from ...background import BackgroundTask
 from ...cache.engine_cache import EngineCache, Found, Prefix
 from ...errors import InvalidInput, InvariantError
 from ...keys import BIGRAM_BYTES, RadixKey
@@ -51,6 +54,10 @@ from .prefill import PrefillClock
 # would take the interpreter's lock from their threads.
 _REST_S = 0.0005
 _RECEIPT = DecLockRefParams()
+# Listing and removing millions of objects takes minutes.
+_CLEAR_S_MAX = 600.0
+
+logger = logging.getLogger(__name__)
 
 
 class _Matched(NamedTuple):
@@ -59,6 +66,7 @@ class _Matched(NamedTuple):
     request: Any
     key: RadixKey
     found: Found
+    is_loaded: bool = False  # its part on L2
 
 
 class _HostPool:
@@ -116,6 +124,7 @@ class HiCacheTree(BasePrefixCache):
         self._matched: _Matched | None = None
         self._prefetched: dict[str, int] = {}  # tokens before the prefetch of a waiting request
         self._has_computed = True  # in this step
+        self._cleaner = BackgroundTask("clear-storage", self._clear_storage, linger_s=0)
         if params.enable_metrics:
             self.init_metrics_collector()
 
@@ -264,7 +273,7 @@ class HiCacheTree(BasePrefixCache):
             return None
         end = found.end if loaded else device
         if self._matched is not None:
-            self._matched = self._matched._replace(found=found._replace(end=end, host_pages=loaded))
+            self._matched = self._matched._replace(found=found, is_loaded=loaded > 0)
         return loaded * page_size, end
 
     def ready_to_load_host_cache(self) -> int:
@@ -343,8 +352,12 @@ class HiCacheTree(BasePrefixCache):
         if matched is None or matched.request.cache_request_handle != handle:
             self.cache.abort_prefetch(rid)
             return
-        self._prefill.add(matched.request)
-        self.cache.begin(rid, matched.key, matched.found, priority=matched.request.priority or 0)
+        request, found = matched.request, matched.found
+        self._prefill.add(request)
+        if not matched.is_loaded:
+            device_pages = min(found.device_pages, request.prefix_len // self.page_size)
+            found = Found(found.device, device_pages, found.device, 0)
+        self.cache.begin(rid, matched.key, found, priority=request.priority or 0)
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         """Stop the prefetch of a request that will not run."""
@@ -359,6 +372,22 @@ class HiCacheTree(BasePrefixCache):
         except InvalidInput as error:
             return False, str(error)
         return True, "HiCache uses the storage of its configuration; the arguments have no effect"
+
+    def clear_storage_backend(self) -> bool:
+        """Remove the stored pages of these weights, for all engines that use them, on a thread. Return False without
+        open storage."""
+        if self.cache.controller.backend is None:
+            return False
+        self.cache.tree.stored.forget_all()
+        self._cleaner.wake()
+        return True
+
+    def _clear_storage(self) -> float:
+        """Return when to clear again: never."""
+        if (storage := self.cache.controller.backend) is not None:
+            clock = self.cache.controller.clock
+            logger.info("HiCache removed %d pages", storage.clear(deadline=clock() + _CLEAR_S_MAX))
+        return math.inf
 
     def detach_storage_backend(self) -> tuple[bool, str]:
         """Stop using storage."""
@@ -404,6 +433,7 @@ class HiCacheTree(BasePrefixCache):
 
     def release_host_resources(self) -> None:
         """Store the remaining pages and end."""
+        self._cleaner.close(0.0)
         self._close()
 
     # Inside
