@@ -360,7 +360,7 @@ def step(engine: Engine, draw: random.Random) -> None:
 
 
 def test_settings_that_contradict_an_engine_with_its_own_slots_are_rejected() -> None:
-    with pytest.raises(ConfigError, match="sessions.enabled: true"):
+    with pytest.raises(ConfigError, match=r"sessions\.enabled: true"):
         Engine(sessions={"enabled": True})
     with pytest.raises(ConfigError, match="prefix_cache: false"):
         Engine(prefix_cache=False)

@@ -14,8 +14,8 @@ and in each step `check_hicache_events`, at its beginning, and `flush_pending_ba
 SGLang's handle of a node is a `Prefix`. `req.kv.cache_protected_len` is the part of a request's slots that the tree
 owns, in tokens; SGLang frees the others.
 
-All calls are made on the scheduler's thread; a thread removes stored pages when SGLang clears its storage. No call raises for a request: one whose tokens the tree cannot hold is
-computed without it.
+All calls are made on the scheduler's thread. No call raises for a request: one whose tokens the tree cannot hold is
+computed without it. Only the removal of stored pages, when SGLang clears its storage, runs on a thread of its own.
 """
 
 from __future__ import annotations
