@@ -65,7 +65,7 @@ class EventRecorder:
         self._origins.pop(seed, None)
         while len(self._origins) >= ORIGINS_MAX:
             del self._origins[next(iter(self._origins))]
-        self._origins[seed] = Origin(lora_id, lora_name, cache_salt)
+        self._origins[seed] = Origin(lora_id, lora_name, cache_salt, extra_key=extra_key)
 
     def describe_blocks(self, key: RadixKey, start_page: int, blocks_of: Callable[[int], PageBlocks]) -> None:
         """Set the engine's blocks of the pages of `key` from `start_page` on, for events from now on. `blocks_of` is

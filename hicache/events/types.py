@@ -35,13 +35,15 @@ MEDIUM_NAMES = {
 
 
 class Origin(NamedTuple):
-    """The owner of pages, as named by the engine: the LoRA adapter, the tenant's salt, and the session whose turn
-    stored the pages (other sessions may share them). Its repr hides the salt and the session."""
+    """The owner of pages, as named by the engine: the LoRA adapter, the tenant's salt, the session whose turn stored
+    the pages (other sessions may share them), and the engine's `extra_key`, which HiCache's own publisher does not
+    send. Its repr hides all values."""
 
     lora_id: int | None = None
     lora_name: str | None = None
     cache_salt: str | None = None
     session_id: str | None = None
+    extra_key: str | None = None
 
     def __repr__(self) -> str:
         return f"Origin({', '.join(name for name, value in self._asdict().items() if value is not None)})"

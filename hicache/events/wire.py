@@ -103,7 +103,7 @@ def _to_wire(event: Event | BlockEvent, form: WireForm) -> msgspec.Struct:
     if isinstance(event, BlocksRemoved):
         return _BlockRemoved(_block_hashes(event.hashes), medium, GROUP, joined)
     if isinstance(event, Removed):
-        return _BlockRemoved(_hashes(joined), medium, hicache=joined)
+        return _BlockRemoved(key_hashes(joined), medium, hicache=joined)
     ids: list[int] = []
     own = _Own(joined, event.parent)
     if form.token_ids:
@@ -115,7 +115,7 @@ def _to_wire(event: Event | BlockEvent, form: WireForm) -> msgspec.Struct:
         own.seed = event.seed
     parent, origin = event.parent, event.origin
     return _BlockStored(
-        _hashes(joined), None if parent is None else _hashes(parent)[0], ids, event.page_size,
+        key_hashes(joined), None if parent is None else key_hashes(parent)[0], ids, event.page_size,
         origin.lora_id, medium, origin.lora_name, _extra_keys(event, own.seed, form),
         cache_salt=origin.cache_salt if form.tenants else None,
         session_id=origin.session_id if form.tenants else None, hicache=own,
@@ -133,7 +133,7 @@ def _blocks_to_wire(event: BlocksStored, joined: bytes, medium: str, form: WireF
     )  # fmt: skip
 
 
-def _hashes(keys: bytes) -> list[int]:
+def key_hashes(keys: bytes) -> list[int]:
     """Return the integers by which consumers identify pages: the first 64 bits of each page key, as SGLang publishes
     them for the same keys."""
     hashes: list[int] = np.frombuffer(keys, dtype=">i8")[::_HASHES_PER_KEY].tolist()

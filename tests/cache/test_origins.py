@@ -30,7 +30,7 @@ def test_events_name_the_adapter_and_the_tenant_of_pages_on_each_medium() -> Non
     named = RadixKey.of(range(9), extra_key="adapter-7", cache_salt="salt")
     world.serve("a", named)
     world.settle()
-    origin = Origin(7, "adapter", "salt")
+    origin = Origin(7, "adapter", "salt", extra_key="adapter-7")
     assert set(read(reader)) == {(Medium.DEVICE, origin), (Medium.HOST, origin)}
     for number, other in enumerate([RadixKey.of(range(9)), RadixKey.of(range(9), extra_key="adapter-7")]):
         world.serve(f"b{number}", other)
@@ -45,7 +45,7 @@ def test_a_snapshot_names_the_origins_too() -> None:
     read(reader)
     reader.request_snapshot()
     world.cache.poll()
-    assert {origin for _, origin in read(reader)} == {Origin(lora_name="adapter")}
+    assert {origin for _, origin in read(reader)} == {Origin(lora_name="adapter", extra_key="adapter-7")}
 
 
 def test_events_of_pages_that_a_turn_computes_name_its_session() -> None:
@@ -74,4 +74,5 @@ def test_a_name_of_a_wrong_type_is_rejected_and_the_repr_shows_no_secret() -> No
     for bad in ({"lora_id": "7"}, {"lora_name": 7}, {"extra_key": ""}):
         with pytest.raises(InvalidInput):
             world.cache.name_origin(**bad)
-    assert repr(Origin(7, "adapter", "salt", "session")) == "Origin(lora_id, lora_name, cache_salt, session_id)"
+    named = Origin(7, "adapter", "salt", "session", "key")
+    assert repr(named) == "Origin(lora_id, lora_name, cache_salt, session_id, extra_key)"

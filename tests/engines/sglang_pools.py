@@ -27,7 +27,8 @@ _OURS = {
 _SHARED = {"hicache_storage_pass_prefix_keys": True, "prefetch_threshold": 1}
 
 
-def _kit() -> Any:
+def test_kit() -> Any:
+    """Return the modules of SGLang's test kit."""
     # The kit takes one name from this module, whose imports are for SGLang's benchmarks.
     unused = types.ModuleType("sglang.test.test_utils")
     unused.CustomTestCase = unittest.TestCase  # type: ignore[attr-defined]
@@ -55,7 +56,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     from hicache.errors import ConfigError  # noqa: PLC0415
     from hicache.integrations.sglang import HiCacheStore  # noqa: PLC0415
 
-    kit = _kit()
+    kit = test_kit()
     full, swa, mamba = ComponentType.FULL, ComponentType.SWA, ComponentType.MAMBA
     layers = {"num_layers": 4, "full_attention_layer_ids": (1, 3)}
     trees = {

@@ -5,6 +5,8 @@
     tree       HiCacheTree: SGLang's interface of a tree, over an EngineCache
     pool       SGLang's device memory and its free list, for the cache
     prefill    measures SGLang's prefill speed
+    events     the tree's KV events in SGLang's form
+    weights    whether a flush is one for new weights
     settings   flags that are refused or have no effect
 
 SGLang owns the slots of L1, and its scheduler calls from one thread. `hicache.integrations.sglang` is the other way:
