@@ -38,7 +38,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
 
     from hicache.events import EventStream  # noqa: PLC0415
     from hicache.integrations.sglang_tree.events import TreeEvents  # noqa: PLC0415
-    from hicache.keys import BIGRAM_BYTES, TOKEN_BYTES, RadixKey  # noqa: PLC0415
+    from hicache.keys import BIGRAM_BYTES, TOKEN_BYTES, RadixKey, namespace_seed  # noqa: PLC0415
     from tests.cache.world import World, memory_backend  # noqa: PLC0415
 
     class Fixture(UnifiedRadixCacheKVEventsFixtures, unittest.TestCase):  # type: ignore[misc]
@@ -115,20 +115,24 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         ]  # fmt: skip
 
     def ours(
-        prompts: list[list[Any]], bigram: bool = False, dynamo: bool = False, behind: bool = False
+        prompts: list[list[Any]], bigram: bool = False, dynamo: bool = False, behind: bool = False, wide: bool = False
     ) -> list[list[list[Any]]]:
         """Return the blocks of HiCache's events while the prompts are served, and while they leave both tiers. With
         `behind`, the stream has dropped most events before the first ones are taken."""
         world = World(
-            position_bytes=BIGRAM_BYTES if bigram else TOKEN_BYTES, device_pages=256, host_pages=256,
+            position_bytes=BIGRAM_BYTES if bigram or wide else TOKEN_BYTES, device_pages=256, host_pages=256,
             backend=memory_backend(),
         )  # fmt: skip
         stream = EventStream(1 if behind else 1 << 20)
         world.cache.record_events(stream)
-        events = TreeEvents(stream, page_size=PAGE_TOKENS, lora_names=adapters(), dynamo_format=dynamo)
+        events = TreeEvents(stream, page_size=PAGE_TOKENS, lora_names=adapters(), dynamo_format=dynamo, wide_ids=wide)
         for number, (tokens, extra_key, cache_salt) in enumerate(prompts):
             world.cache.name_origin(extra_key=extra_key, cache_salt=cache_salt)
-            key = RadixKey.of(tokens, bigram=bigram, extra_key=extra_key, cache_salt=cache_salt)
+            if wide:
+                seed = namespace_seed(extra_key, cache_salt)
+                key = RadixKey(array("q", tokens).tobytes(), seed, BIGRAM_BYTES)
+            else:
+                key = RadixKey.of(tokens, bigram=bigram, extra_key=extra_key, cache_salt=cache_salt)
             world.serve(f"r{number}", key)
             world.settle()
         found = []

@@ -18,7 +18,7 @@ NAMESPACES = list(itertools.product(EXTRA_KEYS, [None, "salt"]))
 # With a common prefix, so that nodes are split, and one that continues another.
 TOKENS = [[*range(13)], [*range(4), *range(50, 62)], [*range(25)]]
 
-PROMPTS = [[tokens, *namespace] for namespace in NAMESPACES for tokens in TOKENS]
+PROMPTS: list[list[Any]] = [[tokens, *namespace] for namespace in NAMESPACES for tokens in TOKENS]
 
 
 @pytest.fixture(scope="module")
@@ -32,13 +32,18 @@ def ordered(blocks: list[list[Any]]) -> list[str]:
     return sorted(map(str, blocks))
 
 
+def image(token: int) -> int:
+    """Return the id of a position: SGLang's ids of images have 62 bits."""
+    return (1 << 61) + token if token in range(4, 7) else token
+
+
 @pytest.mark.parametrize("dynamo", [False, True], ids=["default", "dynamo"])
-@pytest.mark.parametrize("bigram", [False, True], ids=["tokens", "bigrams"])
-def test_blocks_of_each_namespace_are_those_of_sglangs_trees(
-    process: EngineProcess, bigram: bool, dynamo: bool
-) -> None:
-    python, rust, host = process.call("theirs", prompts=PROMPTS, bigram=bigram, dynamo=dynamo)
-    served, left = process.call("ours", prompts=PROMPTS, bigram=bigram, dynamo=dynamo)
+@pytest.mark.parametrize("kind", ["tokens", "bigrams", "images"])
+def test_blocks_of_each_namespace_are_those_of_sglangs_trees(process: EngineProcess, kind: str, dynamo: bool) -> None:
+    bigram, wide = kind == "bigrams", kind == "images"
+    prompts = [[list(map(image, tokens)) if wide else tokens, *names] for tokens, *names in PROMPTS]
+    python, rust, host = process.call("theirs", prompts=prompts, bigram=bigram, dynamo=dynamo)
+    served, left = process.call("ours", prompts=prompts, bigram=bigram, dynamo=dynamo, wide=wide)
     assert served.pop(0) == ["cleared"]
     found = served + left
     on = {medium: [each for each in found if each[0] == medium] for medium in ("GPU", "CPU_PINNED", "EXTERNAL")}
