@@ -24,6 +24,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from ..errors import InvalidInput
+from ..events import EventStream
 from ..keys import RadixKey
 from ..radix import Match, Node, RadixTree
 from ..tiers import EnginePages
@@ -70,6 +71,11 @@ class Shared(NamedTuple):
 
 class EngineCache(HiRadixCache):
     """See the module's docstring. `create_cache` builds one if it gets `engine_pages`."""
+
+    @property
+    def event_stream(self) -> EventStream | None:
+        """The stream of `record_events`; None without one."""
+        return None if self._events is None else self._events.stream
 
     # Requests
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import json
 import logging
+import secrets
 from collections.abc import Callable
 from typing import Any
 
@@ -16,18 +17,22 @@ from sglang.srt.runtime_context import get_memory, get_parallel
 from ...admin import serve_configured as serve_admin
 from ...cache import create_cache
 from ...cache.engine_cache import EngineCache
+from ...clock import SYSTEM_CLOCK
 from ...config import HiCacheConfig
 from ...controller import TorchRankGroup
 from ...errors import ConfigError
+from ...events import EventStream
 from ...geometry import KVGeometry, KVLayout
 from ...keys import Namespace
 from ...metrics.families import cache_collector
 from ...metrics.server import serve_collector
 from ..options import engine_config
 from ..sglang.running import OPTIONS, running_engine
+from .events import TreeEvents
 from .pool import USE_OWN_TREE, DraftWaits, LayerWaits, SGLangPages, device_blocks, device_layers
 from .prefill import PrefillClock
 from .tree import HiCacheTree
+from .weights import WeightsWatch
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +80,8 @@ def build_tree(context: TreeCacheBuildContext) -> HiCacheTree:
     return HiCacheTree(
         params, cache, pages, waits, PrefillClock(cache.record_prefill, stream),
         wide_ids=_has_wide_ids(context), fence=None if stream is None else _fences(stream),
-        weights_changed=lambda: True, take_events=None, close=close,
+        next_epoch=_epochs(WeightsWatch.of_worker(context.tp_worker), params.tp_cache_group),
+        take_events=_events(context, config, cache), close=close,
     )  # fmt: skip
 
 
@@ -159,6 +165,36 @@ def _ranks(config: HiCacheConfig, group: Any) -> TorchRankGroup | None:
         return None
     own = dist.new_group(dist.get_process_group_ranks(group), backend="gloo", use_local_synchronization=True)
     return TorchRankGroup(own, config.ranks)
+
+
+def _epochs(watch: WeightsWatch, group: Any) -> Callable[[int], int | None]:
+    def next_epoch(epoch: int) -> int | None:
+        """Return the epoch after `epoch`, the same on all ranks, or None if no rank has new weights.
+
+        It is unique: other engines with the same start, also later ones, may have other new weights.
+        """
+        proposed = max(epoch + 1, (int(SYSTEM_CLOCK.wall_s()) << 31) + secrets.randbits(31))
+        votes = torch.tensor([watch.changed(), proposed], dtype=torch.int64)
+        if group is not None:
+            dist.all_reduce(votes, dist.ReduceOp.MAX, group)
+        changed, agreed = votes.tolist()
+        return agreed if changed else None
+
+    return next_epoch
+
+
+def _events(context: TreeCacheBuildContext, config: HiCacheConfig, cache: EngineCache) -> Callable[[], Any] | None:
+    """Return the source of SGLang's `--kv-events-config`; None without it, and on ranks that do not publish."""
+    params = context.params
+    if not params.enable_kv_cache_events:
+        return None
+    if cache.event_stream is None:  # HiCache does not publish events itself
+        cache.record_events(EventStream(config.events.buffer))
+    assert cache.event_stream is not None
+    return TreeEvents(
+        cache.event_stream, page_size=params.page_size, lora_names=params.kv_event_lora_names,
+        dynamo_format=params.dynamo_kv_event_format, wide_ids=_has_wide_ids(context),
+    ).take  # fmt: skip
 
 
 def _register_waits(context: TreeCacheBuildContext, waits: LayerWaits, pool: Any, drafts: Any) -> None:

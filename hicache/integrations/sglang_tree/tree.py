@@ -87,7 +87,8 @@ class HiCacheTree(BasePrefixCache):
     """See the module's docstring. Owns `cache`, and calls `close` at its end.
 
     `params` are SGLang's. `wide_ids`: token ids have up to 64 bits, as those of images. `fence` returns a point in
-    SGLang's forwards, None on a CPU. `weights_changed` tells after a flush whether the weights may have changed.
+    SGLang's forwards, None on a CPU. `next_epoch` gets the epoch of the weights at a flush, and returns another one if
+    the weights may have changed. `take_events` returns events in SGLang's form.
     """
 
     disable = False
@@ -103,7 +104,7 @@ class HiCacheTree(BasePrefixCache):
         *,
         wide_ids: bool,
         fence: Callable[[], Any] | None,
-        weights_changed: Callable[[], bool],
+        next_epoch: Callable[[int], int | None],
         take_events: Callable[[], list[Any]] | None,
         close: Callable[[], None],
     ) -> None:
@@ -112,13 +113,14 @@ class HiCacheTree(BasePrefixCache):
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self.page_size = cache.page_size
         self.is_eagle = params.is_eagle
+        self._lora_names = params.kv_event_lora_names
         self.token_to_kv_pool_host = _HostPool(cache)
         self._pages = pages
         self._waits = waits
         self._prefill = prefill
         self._wide_ids = wide_ids
         self._fence = fence
-        self._weights_changed = weights_changed
+        self._next_epoch = next_epoch
         self._take_events = take_events
         self._close = close
         self._matched: _Matched | None = None
@@ -424,10 +426,11 @@ class HiCacheTree(BasePrefixCache):
         """Forget all pages of L1 and L2; after new weights, also those of storage."""
         self._matched = None
         self._prefetched.clear()
-        if self._weights_changed():
-            self.cache.update_weights(self.cache.weights_epoch + 1)
-        else:
+        epoch = self._next_epoch(self.cache.weights_epoch)
+        if epoch is None:
             self.cache.clear()
+        else:
+            self.cache.update_weights(epoch)
         if self._pages.used_pages:  # SGLang is about to give all slots away
             raise InvariantError(f"flush: {self._pages.used_pages} pages of L1 are still in use; restart SGLang")
 
@@ -443,6 +446,9 @@ class HiCacheTree(BasePrefixCache):
         if len(tokens) < self.page_size:
             return None
         try:
+            if extra_key is not None or cache_salt:
+                name = self._lora_names.resolve(extra_key)
+                self.cache.name_origin(extra_key=extra_key, cache_salt=cache_salt or None, lora_name=name)
             if self._wide_ids:
                 seed = RadixKey.of((0,), extra_key=extra_key, cache_salt=cache_salt or None).seed
                 return RadixKey(array("q", tokens).tobytes(), seed, BIGRAM_BYTES)
