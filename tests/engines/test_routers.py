@@ -36,10 +36,11 @@ BLOCK = PAGE_TOKENS // 2
 
 
 class RoutedEngine:
-    """vLLM with HiCache, and an index of its events."""
+    """An engine with HiCache, whose blocks have `block_tokens`, and an index of its events."""
 
-    def __init__(self, vllm: EngineProcess, index: DynamoIndex) -> None:
-        self.vllm = vllm
+    def __init__(self, process: EngineProcess, index: DynamoIndex, block_tokens: int = BLOCK_TOKENS) -> None:
+        self.process = process
+        self.block_tokens = block_tokens
         self.others: list[list[int]] = []
         self._markers = itertools.count()
         self.follow(index)
@@ -48,23 +49,23 @@ class RoutedEngine:
         """Use `index` from now on. It requests the batches from before its subscription when it gets one after it."""
         self.index = index
         first = self._serve_marker()
-        wait_for(lambda: index.scores(first)[0] == BLOCK_TOKENS, self._serve_marker, pause_s=0.5)
+        wait_for(lambda: index.scores(first)[0] == self.block_tokens, self._serve_marker, pause_s=0.5)
 
     def _serve_marker(self) -> list[int]:
         """Serve a new prompt of one block, and return it."""
-        marker = prompt(f"marker {next(self._markers)}", BLOCK_TOKENS)
+        marker = prompt(f"marker {next(self._markers)}", self.block_tokens)
         self.serve(marker)
         return marker
 
     def serve(self, asked: list[int]) -> int:
         """Return how many tokens of the prompt were cached."""
-        (answer,) = self.vllm.call("generate", prompts=[asked], tokens=1)
+        (answer,) = self.process.call("generate", prompts=[asked], tokens=1)
         return int(answer["cached"])
 
     def scores(self, asked: list[int]) -> tuple[int, int, int]:
         """Return the scores after the events of all requests so far."""
         marker = self._serve_marker()
-        wait_for(lambda: self.index.scores(marker)[0] == BLOCK_TOKENS)
+        wait_for(lambda: self.index.scores(marker)[0] == self.block_tokens)
         return self.index.scores(asked)
 
     def fill(self, asked: list[int], tier: int) -> None:
