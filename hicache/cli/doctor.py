@@ -23,6 +23,7 @@ from .arguments import PATH, read_dash
 from .config import parse_settings
 from .doctor_machine import CHECKS, Row, Subject, Verdict
 from .doctor_probe import StoreCheck
+from .doctor_sglang import SGLang, parse_flags
 from .doctor_stores import CALL_S, certificates
 from .interrupts import interrupted_by_signals, no_more_interrupts
 from .main import FOUND_EXIT_CODE, printable
@@ -44,26 +45,34 @@ _FINDING_MIN, _LOG_LINES_MAX = 30, 5
 @click.option("--model", metavar="NAME|PATH", help="Model to estimate whether hits pay: a name, or its config.json.")
 @click.option("--kv-dtype", type=click.Choice(sorted(DTYPE_BYTES)), help="Type of its KV.  [default: of the model]")
 @click.option("--prefill", type=click.IntRange(1, 10**9), metavar="TOKENS/S", help="Speed of computing a prompt.")
+@click.option("--sglang", "flags", metavar="FLAGS", help="Flags of an SGLang with HiCache as its tree, in quotes.")
 @JSON
-def doctor(
-    path: Path, settings: tuple[str, ...], model: str | None, kv_dtype: str | None, prefill: int | None, as_json: bool
-) -> None:
+def doctor(  # noqa: PLR0917 - the options
+    path: Path, settings: tuple[str, ...], model: str | None, kv_dtype: str | None, prefill: int | None,
+    flags: str | None, as_json: bool,
+) -> None:  # fmt: skip
     """Check this machine and the stores of a configuration before the first request.
 
     Compares all sizes with memory, /dev/shm, devices and volumes. Opens each store as an engine does, which creates
     a missing directory: run it as the engine's user. Writes pages of some MiB to each store in a namespace of its own,
-    reads, compares and removes them. With --model and --prefill, says whether hits of each store pay. Exit code 1 if a
-    check fails.
+    reads, compares and removes them. With --model and --prefill, says whether hits of each store pay. With --sglang,
+    takes page size, KV type, ranks and L1 from its flags, and names those that HiCache refuses or ignores. Exit code 1
+    if a check fails.
     """
-    if model is None and (prefill is not None or kv_dtype is not None):
+    sglang = None if flags is None else SGLang(parse_flags(flags))
+    if model is None and sglang is None and (prefill is not None or kv_dtype is not None):
         raise click.UsageError("--prefill and --kv-dtype need --model")
     with read_dash(path) as file:
         config = load_config(file, environ=os.environ, overrides=parse_settings(settings))
-    shape = None if model is None else model_shape(model, kv_dtype)
-    subject = Subject(config, [] if config.storage is None else parts_of_storage(config.storage), shape)
+    parts = [] if config.storage is None else parts_of_storage(config.storage)
+    if sglang is None:
+        subject = Subject(config, parts, None if model is None else model_shape(model, kv_dtype))
+    else:
+        subject = Subject(sglang.applied(config), parts, sglang.shape(model, kv_dtype), sglang.local_ranks)
     hung = False
     with _warnings() as lines, interrupted_by_signals():
-        rows = [row for check in (*CHECKS, certificates) for row in _rows(check, subject)]
+        rows = [] if sglang is None else list(sglang.rows(config, subject.model))
+        rows += [row for check in (*CHECKS, certificates) for row in _rows(check, subject)]
         if config.storage is None:
             rows.append(Row("storage", Verdict.INFO, "not configured: pages are not stored beyond host memory"))
         for found, hangs in _stores(subject, prefill):

@@ -73,11 +73,13 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """The configuration, its stores (the parts of a composition by themselves), and the model, if it is named."""
+    """The configuration, its stores (the parts of a composition by themselves), and the model, if it is named. `ranks`
+    are the processes on this machine that have an L2 each."""
 
     config: HiCacheConfig
     parts: Sequence[StorePart]
     model: ModelShape | None = None
+    ranks: int = 1
 
     @property
     def is_daemons(self) -> bool:
@@ -97,13 +99,15 @@ class Subject:
 
     @property
     def host_bytes(self) -> int | None:
-        """The size of L2, as for L1."""
+        """The size of L2 of all ranks, as for L1."""
         host = self.config.host
         if host.size is None and host.tokens is None and self.device_bytes is not None:
-            return int(self.device_bytes * (host.ratio or 0))
-        if isinstance(host.size, Share):
-            return resolve(host.size, "L2", shared=self.uses_shm)
-        return self._bytes(host.size, host.tokens)
+            size: int | None = int(self.device_bytes * (host.ratio or 0))
+        elif isinstance(host.size, Share):
+            size = resolve(host.size, "L2", shared=self.uses_shm)
+        else:
+            size = self._bytes(host.size, host.tokens)
+        return None if size is None else self.ranks * size
 
     @property
     def uses_shm(self) -> bool:
@@ -181,7 +185,7 @@ def memory(subject: Subject) -> Iterator[Row]:
         yield Row("memory", Verdict.INFO, machine + unknown, "", figures)
         return
     need = sum(needs.values())
-    rank = " of one rank" if "host.size" in needs else ""
+    rank = (" of one rank" if subject.ranks == 1 else f" of {subject.ranks} ranks") if "host.size" in needs else ""
     shares = {"host.size": config.host.size, "daemon.pool": config.daemon.pool}
     written = {name: f"{share} = " for name, share in shares.items() if isinstance(share, Share)}
     listed = ", ".join(f"{name} {written.get(name, '')}{format_size(size)}" for name, size in needs.items())
@@ -192,6 +196,7 @@ def memory(subject: Subject) -> Iterator[Row]:
     verdict, advice = Verdict.OK, ""
     if need + RESERVE_BYTES > most:
         room = max(0, int(_ADVISED_SHARE * most) - need + needs[largest])
+        room //= subject.ranks if largest == "host.size" else 1
         verdict = Verdict.FAIL
         advice = f"lower {largest} to at most {format_size(room)}, or give this process more memory"
     yield Row("memory", verdict, f"needs {what}; the machine has {machine}", advice, {**figures, "needed": need})

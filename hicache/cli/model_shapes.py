@@ -68,23 +68,25 @@ class ModelShape:
     token_bytes: int
 
 
-def model_shape(named: str, dtype: str | None = None) -> ModelShape:
+def model_shape(named: str, dtype: str | None = None, *, ranks: int = 1) -> ModelShape:
     """Return the shape of one of the models of `hicache replay`, or of the `config.json` at a path (the file or its
-    folder). `dtype` is that of the KV cache: by default the file's, or bfloat16. Raises ConfigError."""
+    folder), on one of `ranks` that share its KV heads. `dtype` is that of the KV cache: by default the file's, or
+    bfloat16. Raises ConfigError."""
     known = PRESETS.get(named.lower())
     if known is not None:
-        return _shape(named, replace(known, dtype=dtype or known.dtype).geometry(1))
+        return _shape(named, replace(known, dtype=dtype or known.dtype).geometry(1), ranks)
     path = Path(named, "config.json") if Path(named).is_dir() else Path(named)
     data = _read(path)
     try:
-        return _shape(model_label(str(path.absolute().parent)), _geometry(json.loads(data), dtype))
+        return _shape(model_label(str(path.absolute().parent)), _geometry(json.loads(data), dtype), ranks)
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError, RecursionError) as error:
         raise ConfigError(f"model {named[:200]!r}: its configuration does not describe attention; name one of "
                           f"{', '.join(PRESETS)}") from error  # fmt: skip
 
 
-def _shape(name: str, geometry: KVGeometry) -> ModelShape:
-    return ModelShape(name, geometry.token_bytes)
+def _shape(name: str, geometry: KVGeometry, ranks: int) -> ModelShape:
+    # Ranks beyond the number of heads have copies of them; those of MLA have equal latents.
+    return ModelShape(name, replace(geometry, heads=max(1, geometry.heads // ranks)).token_bytes)
 
 
 def _read(path: Path) -> bytes:
