@@ -80,8 +80,8 @@ class EngineCache(HiRadixCache):
     # Requests
 
     def find(self, key: RadixKey) -> Found:
-        """Return the cached prefix of `key`, in whole pages, and mark it as used. Return nothing after a device copy has
-        failed: the content of L1 is unknown then."""
+        """Return the cached prefix of `key`, in whole pages, and mark it as used. Return nothing after a failed copy
+        of the device: the content of L1 is unknown then."""
         tree = self.tree
         if self._device_fault is not None:
             return Found(self.root, 0, self.root, 0)

@@ -20,8 +20,8 @@ from ...errors import ConfigError, InvariantError
 from ...geometry import DTYPE_BYTES, KVGeometry, KVLayout
 from ...tiers import EngineBlocks, Transfer, token_slots
 from ...types import PageIds
+from .settings import USE_OWN_TREE
 
-USE_OWN_TREE = "use SGLang's own tree with HiCacheStore as its storage (docs/engines.md)"
 # Batches whose forward SGLang may still prepare: two with overlap scheduling, and one to spare.
 _WAITS_KEPT = 4
 

@@ -29,8 +29,9 @@ from ...metrics.server import serve_collector
 from ..options import engine_config
 from ..sglang.running import OPTIONS, running_engine
 from .events import TreeEvents
-from .pool import USE_OWN_TREE, DraftWaits, LayerWaits, SGLangPages, device_blocks, device_layers
+from .pool import DraftWaits, LayerWaits, SGLangPages, device_blocks, device_layers
 from .prefill import PrefillClock
+from .settings import INEFFECTIVE, REFUSED, USE_OWN_TREE, refused, without_effect
 from .tree import HiCacheTree
 from .weights import WeightsWatch
 
@@ -86,25 +87,33 @@ def build_tree(context: TreeCacheBuildContext) -> HiCacheTree:
 
 
 def _require_supported(context: TreeCacheBuildContext) -> None:
-    """Raise ConfigError for what this tree cannot have, with all reasons."""
-    params, parallel, memory = context.params, get_parallel(), get_memory()
+    """Raise ConfigError for what this tree cannot have, with all reasons. Log the flags without effect."""
+    params, parallel, given = context.params, get_parallel(), _given_flags(context.server_args)
     problems = {
         "--enable-hierarchical-cache is not set, and without it SGLang does not load from host memory; set it":
             not context.enable_hierarchical_cache,
-        "--disable-radix-cache: nothing would be reused; remove it": context.disable_radix_cache,
+        "this model or a flag turns SGLang's prefix cache off; remove --radix-cache-backend":
+            context.disable_radix_cache,
         f"models with sliding windows are not supported; {USE_OWN_TREE}": context.is_hybrid_swa,
         f"models with state are not supported; {USE_OWN_TREE}": context.is_hybrid_ssm,
         f"models with a sparse-attention index are not supported; {USE_OWN_TREE}": context.is_dsa,
-        f"pipeline parallelism is not supported; {USE_OWN_TREE}": parallel.pp_size > 1,
         f"context parallelism is not supported; {USE_OWN_TREE}": parallel.attn_cp_size > 1 or parallel.dcp_enabled,
         f"a draft model with a KV pool of its own is not supported; {USE_OWN_TREE}":
             bool(params.sidecar_draft_device_pools),
-        "--hicache-host-memory-mode buffer_only: our host memory is a cache; remove it":
-            memory.hicache_host_memory_mode == "buffer_only",
     }  # fmt: skip
-    found = [problem for problem, is_there in problems.items() if is_there]
+    found = [f"{name}: {words}" for name, words in refused(given)]
+    found = found or [problem for problem, is_there in problems.items() if is_there]
     if found:
         raise ConfigError("--radix-cache-backend hicache: " + "; ".join(found))
+    for name, words in without_effect(given):
+        logger.warning("%s has no effect with HiCache's tree: %s", name, words)
+
+
+def _given_flags(args: Any) -> dict[str, Any]:
+    """Return the values of the known flags that are not SGLang's defaults, by field."""
+    defaults = type(args)(model_path=args.model_path)
+    fields = [*INEFFECTIVE, *(one.field for one in REFUSED)]
+    return {name: getattr(args, name) for name in fields if getattr(args, name) != getattr(defaults, name)}
 
 
 def _extra_of(text: str | None) -> dict[str, Any]:

@@ -47,6 +47,7 @@ from ...background import BackgroundTask
 from ...cache.engine_cache import EngineCache, Found, Prefix
 from ...errors import InvalidInput, InvariantError
 from ...keys import BIGRAM_BYTES, RadixKey
+from ..sglang.running import weight_version
 from .pool import LayerWaits, SGLangPages
 from .prefill import PrefillClock
 
@@ -126,6 +127,7 @@ class HiCacheTree(BasePrefixCache):
         self._matched: _Matched | None = None
         self._prefetched: dict[str, int] = {}  # tokens before the prefetch of a waiting request
         self._has_computed = True  # in this step
+        self._version = weight_version()
         self._cleaner = BackgroundTask("clear-storage", self._clear_storage, linger_s=0)
         if params.enable_metrics:
             self.init_metrics_collector()
@@ -294,6 +296,8 @@ class HiCacheTree(BasePrefixCache):
     def check_hicache_events(self) -> None:
         """Take in what has ended, and start what waits. Rests if the step before has computed nothing."""
         self._prefill.ended()
+        if weight_version() != self._version:  # new weights without a flush
+            self._forget()
         self._pass_fence()
         self.cache.poll()
         if not self._has_computed and not self.cache.controller.idle:
@@ -424,15 +428,18 @@ class HiCacheTree(BasePrefixCache):
 
     def reset(self) -> None:
         """Forget all pages of L1 and L2; after new weights, also those of storage."""
-        self._matched = None
+        self._forget()
+        if self._pages.used_pages:  # SGLang is about to give all slots away
+            raise InvariantError(f"flush: {self._pages.used_pages} pages of L1 are still in use; restart SGLang")
+
+    def _forget(self) -> None:
+        self._matched, self._version = None, weight_version()
         self._prefetched.clear()
         epoch = self._next_epoch(self.cache.weights_epoch)
         if epoch is None:
             self.cache.clear()
         else:
             self.cache.update_weights(epoch)
-        if self._pages.used_pages:  # SGLang is about to give all slots away
-            raise InvariantError(f"flush: {self._pages.used_pages} pages of L1 are still in use; restart SGLang")
 
     def release_host_resources(self) -> None:
         """Store the remaining pages and end."""
