@@ -332,9 +332,11 @@ class HiCacheTree(BasePrefixCache):
         key = self._key(tokens, extra_key, cache_salt)
         if key is None:
             return False
-        rid = _rid(request)
+        rid, trace = _rid(request), None
         self._prefetched[rid] = len(matched_prefix_tokens or ())
-        return self.cache.prefetch_from_storage(rid, key)
+        if self.cache.config.tracing.enabled and self._matched is not None:
+            trace = _trace_of(self._matched.request)
+        return self.cache.prefetch_from_storage(rid, key, trace=trace)
 
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
         """Return True once the request need not wait for storage."""
@@ -480,6 +482,18 @@ def _root_of(prefix: Prefix) -> Any:
     while node.parent is not None:
         node = node.parent
     return node
+
+
+def _trace_of(request: Any) -> dict[str, str] | None:
+    """Return the trace headers of a request that SGLang traces (`--enable-trace`)."""
+    context = getattr(request.time_stats.trace_ctx, "root_span_context", None)
+    if context is None:
+        return None
+    from opentelemetry import propagate  # noqa: PLC0415 - only for an engine that traces
+
+    headers: dict[str, str] = {}
+    propagate.inject(headers, context)
+    return headers
 
 
 def _rid(handle: CacheRequestHandle) -> str:
