@@ -26,7 +26,7 @@ _ALIASES = {
     "attention_data_parallel_size": "attn_dp_size", "attention_context_parallel_size": "attn_cp_size",
     "decode_context_parallel_size": "dcp_size", "enable_hicache": "enable_hierarchical_cache",
 }  # fmt: skip
-_NUMBERS = {
+NUMBERS = {
     "page_size", "max_total_tokens", "tp_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "dcp_size",
     "nnodes",
 }  # fmt: skip
@@ -53,7 +53,7 @@ def parse_flags(text: str) -> dict[str, Any]:
             given[field] = value if has_value else True
         elif field is not None and given[field] is True:
             given[field] = word
-    for field in _NUMBERS & given.keys():
+    for field in NUMBERS & given.keys():
         number = str(given[field])
         if not number.isdecimal() or not 0 < int(number) <= _NUMBER_MAX:
             raise click.UsageError(f"--sglang: {field}: {number[:40]!r} is not a number from 1 on")

@@ -16,7 +16,7 @@ _LAYERS, _HEADS, _HEAD_DIM, _LATENT, _PAGE_TOKENS, _PAGES = 3, 2, 4, 6, 8, 6
 
 def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     import torch  # noqa: PLC0415
-    from sglang.srt.arg_groups.fields import lora, model, serving, spec  # noqa: PLC0415
+    from sglang.srt.arg_groups.fields import exec_, lora, model, serving, spec  # noqa: PLC0415
     from sglang.srt.mem_cache.device_pool_info import (  # noqa: PLC0415
         KVBufferLayout,
         KVBuffers,
@@ -37,10 +37,12 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: PLC0415
     from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: PLC0415
     from sglang.srt.observability.metrics_collector import StorageMetrics  # noqa: PLC0415
+    from sglang.srt.server_args import ServerArgs  # noqa: PLC0415
 
     from hicache.errors import ConfigError  # noqa: PLC0415
     from hicache.integrations.sglang import HiCacheStore  # noqa: PLC0415
     from hicache.integrations.sglang.pages import HostPages  # noqa: PLC0415
+    from hicache.integrations.sglang_tree.start import _given_flags  # noqa: PLC0415
 
     def parameters(function: Callable[..., object]) -> list[str]:
         return list(inspect.signature(function).parameters)
@@ -65,8 +67,18 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
 
     def flags() -> dict[str, list[str]]:
         """Return the fields of SGLang's configuration by namespace."""
-        kinds = (lora.Lora, model.Model, serving.Serving, spec.Spec)
+        kinds = (lora.Lora, model.Model, serving.Serving, spec.Spec, exec_.ExecFeatures, exec_.ExecOffload)
         return {kind._NS_PATH: sorted(kind.__annotations__) for kind in kinds}
+
+    def given(**arguments: Any) -> dict[str, Any]:
+        """Return the flags that the tree takes for given ones, after SGLang's own decisions."""
+        made = ServerArgs(model_path="dummy", device="cpu", **arguments)
+        made.resolve_once()
+        return _given_flags(made)
+
+    def fields() -> list[str]:
+        """Return all fields of SGLang's arguments."""
+        return sorted(ServerArgs.__annotations__)
 
     def pool(layout: str, is_mla: bool, is_packed: bool = False) -> Any:
         """Return a host pool of SGLang, over an unused device pool; a packed one has rows of bytes, as of DeepSeek V4.
@@ -147,7 +159,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         made.clear()
         return [kept, made.slot_used is not table]
 
-    steps = (methods, own, names, flags, moved, create, new_table)
+    steps = (methods, own, names, flags, fields, given, moved, create, new_table)
     return {step.__name__: step for step in steps}
 
 

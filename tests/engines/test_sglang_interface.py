@@ -9,9 +9,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from hicache.cli import doctor_sglang
 from hicache.integrations.sglang.hits import ALL_PAGES, BLOCK_GROUPS, TRAILING_PAGES
 from hicache.integrations.sglang.identity import KV, MAMBA
 from hicache.integrations.sglang.pages import LAYOUTS
+from hicache.integrations.sglang_tree.settings import INEFFECTIVE, REFUSED
 
 from .process import EngineProcess
 from .sglang_engine import sglang_environ
@@ -37,11 +39,14 @@ FIELDS = {
 FLAGS = {
     "model": {
         "model_path", "revision", "kv_cache_dtype", "quantization", "quantization_param_path",
-        "json_model_override_args", "dtype",
+        "json_model_override_args", "dtype", "weight_cache_mode",
     },
     "lora": {"lora_paths"},
     "spec": {"speculative_draft_model_path"},
     "serving": {"weight_version"},
+    # HiCache's tree does not read weights with these.
+    "exec.features": {"enable_memory_saver"},
+    "exec.offload": {"cpu_offload_gb", "offload_group_size", "ple_offload_embedding"},
 }  # fmt: skip
 
 
@@ -73,6 +78,16 @@ def test_sglang_has_the_flags_that_identify_pages(sglang: EngineProcess) -> None
     found = sglang.call("flags")
     for namespace, wanted in FLAGS.items():
         assert wanted <= set(found[namespace]), namespace
+
+
+def test_sglang_has_the_flags_that_the_tree_refuses_or_ignores_and_the_doctor_reads(sglang: EngineProcess) -> None:
+    wanted = {*INEFFECTIVE, *(refusal.field for refusal in REFUSED), *doctor_sglang.NUMBERS, "kv_cache_dtype"}
+    assert wanted <= set(sglang.call("fields"))
+
+
+def test_only_flags_that_a_user_gave_count_as_given(sglang: EngineProcess) -> None:
+    chosen = {"hicache_size": 3, "dcp_size": 2}
+    assert sglang.call("given", **chosen, page_size=64, enable_hierarchical_cache=True) == chosen
 
 
 @pytest.mark.parametrize(
