@@ -212,6 +212,8 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "pages have": "",
         "SGLang does not pass": "Add `\"hicache_storage_pass_prefix_keys\": true` to "
         "`--hicache-storage-backend-extra-config`.",
+        "... has no effect with": "As the line says.",
+        "the weights cannot be read": "Each flush then gives up the pages in storage. Report the kind of the weights.",
         "SGLang changed": "SGLang announces new weights only by a flush. See [SGLang](engines.md#sglang).",
         "storage did not close": "SGLang ends, or detaches its storage.",
     },
