@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from hicache.keys import page_keys, token_bytes
 from tests.waiting import wait_for
 
 from .dynamo_index import DynamoIndex
 from .process import EngineProcess
 from .prompts import prompt, write_config
 from .sglang_engine import PAGE_TOKENS, flush, sglang_environ, sglang_options
+from .test_events import replayed
 from .test_routers import RoutedEngine
+
+with warnings.catch_warnings():  # from SGLang and its imports
+    warnings.simplefilter("ignore")
+    from sglang.srt.disaggregation import kv_events
 
 # The tokens of a prompt of 300 that can be cached.
 CACHED = 299 // PAGE_TOKENS * PAGE_TOKENS
@@ -39,7 +47,7 @@ def sglang(llama: Path, ends: dict[str, str], tmp_path_factory: pytest.TempPathF
     )  # fmt: skip
     options = sglang_options(
         llama, radix_cache_backend="hicache", max_total_tokens=DEVICE_TOKENS, context_length=DEVICE_TOKENS // 2,
-        sleep_on_idle=True, kv_events_config=json.dumps({"publisher": "zmq", **ends}),
+        sleep_on_idle=True, kv_events_config=json.dumps({"publisher": "zmq", "topic": "kv-events", **ends}),
     )  # fmt: skip
     environ = sglang_environ(HICACHE_CONFIG_FILE=str(config))
     with EngineProcess("tests.engines.sglang_engine", options, folder=folder, environ=environ) as process:
@@ -64,6 +72,22 @@ def test_a_router_scores_what_sglang_serves_from_each_tier(
             assert engine.scores(each)[2] == engine.serve(each) == CACHED
         flush(sglang)
         assert engine.scores(asked) == (0, 0, 0)
+
+
+def test_sglangs_decoder_reads_the_blocks_of_all_tiers(sglang: EngineProcess, ends: dict[str, str]) -> None:
+    asked, decoder = prompt("decoded"), msgspec.msgpack.Decoder(kv_events.KVEventBatch)
+    sglang.call("generate", prompts=[asked])
+    keys = page_keys(token_bytes(asked), PAGE_TOKENS)
+    wanted = [int.from_bytes(key[:8], "big", signed=True) for key in keys]
+
+    def is_published(medium: str) -> bool:
+        events = [event for payload in replayed(ends["replay_endpoint"]) for event in decoder.decode(payload).events]
+        stored = [each for each in events if isinstance(each, kv_events.BlockStored) and each.medium == medium]
+        blocks = {block: each for each in stored for block in each.block_hashes}
+        return set(wanted) <= blocks.keys() and blocks[wanted[0]].token_ids[:PAGE_TOKENS] == asked[:PAGE_TOKENS]
+
+    for medium in kv_events.StorageMedium.GPU, kv_events.StorageMedium.CPU, kv_events.StorageMedium.EXTERNAL:
+        wait_for(lambda medium=medium: is_published(medium), pause_s=0.1)  # type: ignore[misc]
 
 
 def test_a_flush_keeps_storage_and_new_weights_do_not(sglang: EngineProcess, llama: Path, other_llama: Path) -> None:
