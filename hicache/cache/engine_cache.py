@@ -72,6 +72,9 @@ class Shared(NamedTuple):
 class EngineCache(HiRadixCache):
     """See the module's docstring. `create_cache` builds one if it gets `engine_pages`."""
 
+    # A lookup locks the prefix before it, so it starts in `poll`: later in a step the engine has counted those pages.
+    _prefetches_at_once = False
+
     @property
     def event_stream(self) -> EventStream | None:
         """The stream of `record_events`; None without one."""
@@ -157,14 +160,15 @@ class EngineCache(HiRadixCache):
 
     def share(
         self, rid: str, key: RadixKey, prefix: Prefix, start_page: int, pages: PageIds, *, priority: int = 0,
-        continues: bool = False,
+        continues: bool = False, session_id: str | None = None,
     ) -> Shared:  # fmt: skip
         """Share the pages of `key` from `start_page` on, which are on L1 in `pages` and whose KV is computed or queued
         before the next fence. The tree takes over those that it lacks.
 
-        `continues`: more of the prompt follows, so a copy to L2 may wait for it. Changes nothing, and returns `prefix`
-        itself, for a tree that was replaced, while pages of the tree that `pages` duplicate are being loaded, and after
-        a device copy has failed. REQUIRES: `prefix` is locked and has `start_page` pages.
+        `continues`: more of the prompt follows, so a copy to L2 may wait for it. `session_id` is for events. Changes
+        nothing, and returns `prefix` itself, for a tree that was replaced, while pages of the tree that `pages`
+        duplicate are being loaded, and after a device copy has failed. REQUIRES: `prefix` is locked and has
+        `start_page` pages.
         """
         self.caller.called()
         tree, node = prefix
@@ -172,7 +176,11 @@ class EngineCache(HiRadixCache):
         if is_stale or (self.controller.is_loading and tree.awaits_load(key, node, start_page)):
             return Shared(prefix, NO_PAGES, 0)
         uses = self._note_uses(rid, key, start_page + len(pages))
+        if self._events is not None:
+            self._events.session_id = session_id
         inserted = tree.insert(key, pages, priority=priority, below=node, start_page=start_page, uses=uses)
+        if self._events is not None:
+            self._events.session_id = None
         present = inserted.present_pages
         self._pages.take_over(len(pages) - present)
         end = inserted.node
@@ -205,33 +213,44 @@ class EngineCache(HiRadixCache):
     # Room
 
     def make_room(self, pages: int) -> int:
-        """Free `pages` pages of L1 for the engine. Return how many are free more than before; fewer than `pages` only
-        if requests, sessions and loads lock the remaining ones.
+        """Free `pages` pages of L1 for the engine. Return how many are free more than before; fewer only if too few
+        could be evicted at the call, and no copy to L2 in flight unlocks more.
 
-        Blocks while pages must be copied to L2 first. If that is not enough, prefetches in flight, whose prefixes are
-        locked, and then pins end. The last resort is to wait for stores: they hold the pages above them in the tree.
+        Blocks while pages must be copied to L2 first. If pages that could be evicted are still held then, prefetches
+        and pins end, and at last stores are waited for: they hold the pages above them in the tree.
         """
         self.caller.require()
-        held, before = self._pages, self._pages.used_pages
+        held, before, promised = self._pages, self._pages.used_pages, self.tree.device_evictable_pages
         until_s = self.controller.time_s() + COPY_WAIT_S_MAX
         promote, self._prefetcher.chunked.promote = self._prefetcher.chunked.promote, None  # it would take the room
         try:
             while (short := pages - (before - held.used_pages)) > 0:
                 if self._l1.evict(max(0, short - self._l1.writeback_pages)).freed_pages:
                     continue
-                copies = self._await(lambda: self._l1.copies_in_flight[0], until_s)
-                if not (copies or self._give_way() or self._await(self._held_by_stores, until_s)):
+                if self._await(lambda: self._l1.copies_in_flight[0], until_s):
+                    continue
+                if before - held.used_pages >= promised:
+                    break
+                if not (self._give_way() or self._await(self._held_by_stores, until_s)):
                     break
         finally:
             self._prefetcher.chunked.promote = promote
         return before - held.used_pages
 
     def _await(self, in_flight: Callable[[], int], until_s: float) -> bool:
-        """Wait for the end of an operation while some are in flight. Return False if there are none."""
-        while in_flight() and self.controller.time_s() < until_s:
-            if self.poll():
+        """Wait for the end of an operation while some are in flight. Return False if there are none. Starts no work
+        that locks pages: the engine has counted those that it may evict."""
+        controller = self.controller
+        while in_flight() and controller.time_s() < until_s:
+            acks = controller.poll()
+            if acks is not None:
+                self._take_in(acks)
+                self._trees.sweep()
+            controller.launch_backups()
+            controller.report(self.break_even.rates())
+            if acks is not None:
                 return True
-            self.controller.clock.sleep(_COPY_POLL_S)
+            controller.clock.sleep(_COPY_POLL_S)
         return False
 
     def _held_by_stores(self) -> int:
@@ -239,7 +258,7 @@ class EngineCache(HiRadixCache):
         return self._l2.stores_in_flight if self.tree.device_evictable_pages else 0
 
     def _give_way(self) -> bool:
-        """End what locks or holds pages of L1 for requests that have not begun, or for operators. Return False if there
+        """End what holds or locks pages of L1 for requests that have not begun, or for operators. Return False if there
         is nothing."""
         if self._prefetcher.chunked.release_arrived():
             return True

@@ -95,10 +95,14 @@ class Prefetcher:
 
     # Requests
 
-    def start(self, rid: str, key: RadixKey, context: tracing.Context | None = None, device_pages: int = 0) -> bool:
-        """Look up the pages of `key` that neither L1 nor L2 holds; queue the lookup if others are first. Return False
-        if that does not pay or is not possible. `context` is the parent of its span. The first `device_pages` pages,
-        which an engine has in a device cache of its own, are read only to reach later ones: L2 keeps whole prefixes."""
+    def start(
+        self, rid: str, key: RadixKey, context: tracing.Context | None = None, device_pages: int = 0, *,
+        at_once: bool = True,
+    ) -> bool:  # fmt: skip
+        """Look up the pages of `key` that neither L1 nor L2 holds; queue the lookup if others are first, or without
+        `at_once`. Return False if that does not pay or is not possible. `context` is the parent of its span. The first
+        `device_pages` pages, which an engine has in a device cache of its own, are read only to reach later ones: L2
+        keeps whole prefixes."""
         prefetch = self._table.get(rid)
         if not self._gate.attached or (prefetch is not None and prefetch.state not in AT_REST):
             return False
@@ -110,7 +114,7 @@ class Prefetcher:
         if missing_pages - max(0, device_pages - match.pages) < self._share.pages_min:
             return self._skip("prefetch_too_short")
         leader = self._leaders.find(key, tree, match)
-        leads = leader is None and not self._table.count(State.QUEUED) and self._may_lead()
+        leads = at_once and leader is None and not self._table.count(State.QUEUED) and self._may_lead()
         if not leads and self._table.count(*WAITING) >= WAITING_MAX:
             self._controller.refused["prefetch"] += 1
             return False

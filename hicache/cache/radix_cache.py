@@ -37,6 +37,8 @@ class HiRadixCache(TieredCache):
     `create_cache` builds one from a configuration. `running` are its requests.
     """
 
+    _prefetches_at_once = True
+
     def __init__(
         self, device: KVPool, host: HostPool, controller: HiCacheController, **options: Unpack[TieredOptions]
     ) -> None:
@@ -244,7 +246,7 @@ class HiRadixCache(TieredCache):
         in_service = self._device_fault is None and not self.closed
         if in_service and self._verifier is not None:
             self._verifier.ask(rid, reusable)
-        return in_service and self._prefetcher.start(rid, reusable, context)
+        return in_service and self._prefetcher.start(rid, reusable, context, at_once=self._prefetches_at_once)
 
     def check_prefetch_progress(self, rid: str) -> bool:
         """Return True once the prefetch has ended or its time is over, and while storage is paused. The pages that have

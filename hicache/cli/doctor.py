@@ -56,8 +56,7 @@ def doctor(  # noqa: PLR0917 - the options
     Compares all sizes with memory, /dev/shm, devices and volumes. Opens each store as an engine does, which creates
     a missing directory: run it as the engine's user. Writes pages of some MiB to each store in a namespace of its own,
     reads, compares and removes them. With --model and --prefill, says whether hits of each store pay. With --sglang,
-    takes page size, KV type, ranks and L1 from its flags, and names those that HiCache refuses or ignores. Exit code 1
-    if a check fails.
+    takes sizes and ranks from its flags, and names those that HiCache refuses or ignores. Exit code 1 if a check fails.
     """
     sglang = None if flags is None else SGLang(parse_flags(flags))
     if model is None and sglang is None and (prefill is not None or kv_dtype is not None):
@@ -65,13 +64,13 @@ def doctor(  # noqa: PLR0917 - the options
     with read_dash(path) as file:
         config = load_config(file, environ=os.environ, overrides=parse_settings(settings))
     parts = [] if config.storage is None else parts_of_storage(config.storage)
-    if sglang is None:
-        subject = Subject(config, parts, None if model is None else model_shape(model, kv_dtype))
-    else:
+    if sglang is not None:
         subject = Subject(sglang.applied(config), parts, sglang.shape(model, kv_dtype), sglang.local_ranks)
+    else:
+        subject = Subject(config, parts, None if model is None else model_shape(model, kv_dtype))
     hung = False
     with _warnings() as lines, interrupted_by_signals():
-        rows = [] if sglang is None else list(sglang.rows(config, subject.model))
+        rows = [] if sglang is None else [*sglang.rows(config, subject.model)]
         rows += [row for check in (*CHECKS, certificates) for row in _rows(check, subject)]
         if config.storage is None:
             rows.append(Row("storage", Verdict.INFO, "not configured: pages are not stored beyond host memory"))

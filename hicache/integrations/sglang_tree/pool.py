@@ -19,6 +19,8 @@ from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, MHABufferInfo,
 from ...errors import ConfigError, InvariantError
 from ...geometry import DTYPE_BYTES, KVGeometry, KVLayout
 from ...tiers import EngineBlocks, Transfer, token_slots
+from ...tiers.device import known_device
+from ...tiers.upload import upload
 from ...types import PageIds
 from .settings import USE_OWN_TREE
 
@@ -31,6 +33,7 @@ class SGLangPages:
 
     def __init__(self, allocator: Any) -> None:
         self._allocator = allocator
+        self._device = known_device(allocator.device)
         self._page_size = int(allocator.page_size)
         self.first = 1
         self.capacity = int(allocator.size) // self._page_size
@@ -93,7 +96,7 @@ class SGLangPages:
 
     def slots_of(self, pages: PageIds) -> torch.Tensor:
         """Return the slots of all tokens of `pages`, int64 `[pages * page_size]`, on the device."""
-        return torch.from_numpy(token_slots(pages, self._page_size)).to(self._allocator.device, non_blocking=True)
+        return upload(token_slots(pages, self._page_size), self._device)
 
 
 class LayerWaits:

@@ -134,6 +134,11 @@ def _config_of(config: HiCacheConfig, context: TreeCacheBuildContext) -> HiCache
             "pages have %d tokens, and each is an object in storage: start SGLang with --page-size 64",
             context.params.page_size,
         )
+    if _has_wide_ids(context) and config.events.endpoint is not None:
+        raise ConfigError(
+            "events.endpoint: this model's images have ids of 62 bits, which these events cannot hold; remove it, and "
+            "use SGLang's --kv-events-config"
+        )
     changes: dict[str, Any] = {"bigram_keys": context.params.is_eagle or _has_wide_ids(context)}
     parallel, shared = get_parallel(), config.host.shared
     rank = parallel.attn_dp_rank or parallel.dp_rank or 0

@@ -50,6 +50,7 @@ from ...keys import BIGRAM_BYTES, RadixKey
 from ..sglang.running import weight_version
 from .pool import LayerWaits, SGLangPages
 from .prefill import PrefillClock
+from .views import HostFigures, Roots, rid_of, root_of, trace_of
 
 # The pause of a step that computes nothing while copies or storage work: SGLang repeats it at once, and a busy loop
 # would take the interpreter's lock from their threads.
@@ -68,20 +69,6 @@ class _Matched(NamedTuple):
     key: RadixKey
     found: Found
     is_loaded: bool = False  # its part on L2
-
-
-class _HostPool:
-    """The figures of L2 that SGLang's metrics read, in tokens."""
-
-    def __init__(self, cache: EngineCache) -> None:
-        self._cache = cache
-
-    @property
-    def logical_size(self) -> int:
-        return self._cache.host.pages * self._cache.page_size
-
-    def available_size(self) -> int:
-        return self._cache.host.allocator.free_pages * self._cache.page_size
 
 
 class HiCacheTree(BasePrefixCache):
@@ -115,7 +102,7 @@ class HiCacheTree(BasePrefixCache):
         self.page_size = cache.page_size
         self.is_eagle = params.is_eagle
         self._lora_names = params.kv_event_lora_names
-        self.token_to_kv_pool_host = _HostPool(cache)
+        self.token_to_kv_pool_host = HostFigures(cache)
         self._pages = pages
         self._waits = waits
         self._prefill = prefill
@@ -185,8 +172,8 @@ class HiCacheTree(BasePrefixCache):
     def dfs_weight_order(self, node_handles: Sequence[Prefix]) -> list[int]:
         """Return the order of requests, by the handles of their prefixes, that keeps those with common prefixes
         together."""
-        roots = {id(root): root for root in map(_root_of, node_handles)}
-        order: list[int] = _dfs_weight_order(_Roots(roots), [handle.node for handle in node_handles], lambda node: node)
+        roots = {id(root): root for root in map(root_of, node_handles)}
+        order: list[int] = _dfs_weight_order(Roots(roots), [handle.node for handle in node_handles], lambda node: node)
         return order
 
     def is_root(self, node: Prefix) -> bool:
@@ -219,7 +206,7 @@ class HiCacheTree(BasePrefixCache):
         old: Prefix = req.lock.node
         shared = self.cache.share(
             req.rid, key, old, start_page, self._pages.pages_of(row[begin:end]), priority=req.priority or 0,
-            continues=continues,
+            continues=continues, session_id=req.session_id,
         )  # fmt: skip
         if shared.prefix is old:
             return
@@ -272,7 +259,7 @@ class HiCacheTree(BasePrefixCache):
         device: Prefix = request.last_node
         device_pages, host_pages = request.prefix_len // page_size, params.host_hit_length // page_size
         found = Found(device, device_pages, params.best_match_node, host_pages)
-        loaded = self.cache.load(_rid(request.cache_request_handle), found)
+        loaded = self.cache.load(rid_of(request.cache_request_handle), found)
         if loaded is None:
             return None
         end = found.end if loaded else device
@@ -332,30 +319,30 @@ class HiCacheTree(BasePrefixCache):
         key = self._key(tokens, extra_key, cache_salt)
         if key is None:
             return False
-        rid, trace = _rid(request), None
+        rid, trace = rid_of(request), None
         self._prefetched[rid] = len(matched_prefix_tokens or ())
         if self.cache.config.tracing.enabled and self._matched is not None:
-            trace = _trace_of(self._matched.request)
+            trace = trace_of(self._matched.request)
         return self.cache.prefetch_from_storage(rid, key, trace=trace)
 
     def check_prefetch_progress(self, request: CacheRequestHandle) -> bool:
         """Return True once the request need not wait for storage."""
-        return self.cache.check_prefetch_progress(_rid(request))
+        return self.cache.check_prefetch_progress(rid_of(request))
 
     def pop_prefetch_loaded_tokens(self, request: CacheRequestHandle) -> int:
         """Put the pages that have arrived for a request into the tree. Return their tokens."""
-        return self.cache.take_so_far(_rid(request)) * self.page_size
+        return self.cache.take_so_far(rid_of(request)) * self.page_size
 
     def pop_prefetch_loaded_span(self, handle: CacheRequestHandle) -> tuple[int, int | None]:
         """As `pop_prefetch_loaded_tokens`; also return where they begin."""
-        return self.pop_prefetch_loaded_tokens(handle), self._prefetched.get(_rid(handle))
+        return self.pop_prefetch_loaded_tokens(handle), self._prefetched.get(rid_of(handle))
 
     def finish_storage_prefetch_admission(
         self, handle: CacheRequestHandle, fulfilled_tokens: int, reason: str | None
     ) -> None:
         """Note that a request begins."""
         matched, self._matched = self._matched, None
-        rid = _rid(handle)
+        rid = rid_of(handle)
         self._prefetched.pop(rid, None)
         if matched is None or matched.request.cache_request_handle != handle:
             self.cache.abort_prefetch(rid)
@@ -369,7 +356,7 @@ class HiCacheTree(BasePrefixCache):
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         """Stop the prefetch of a request that will not run."""
-        rid = _rid(handle)
+        rid = rid_of(handle)
         self._prefetched.pop(rid, None)
         self.cache.abort_prefetch(rid)
 
@@ -468,34 +455,3 @@ class HiCacheTree(BasePrefixCache):
     def _nothing(self) -> Found:
         root = self.cache.root
         return Found(root, 0, root, 0)
-
-
-class _Roots:
-    """The common parent of several roots, for `dfs_weight_order`."""
-
-    def __init__(self, roots: dict[int, Any]) -> None:
-        self.children = roots
-
-
-def _root_of(prefix: Prefix) -> Any:
-    node = prefix.node
-    while node.parent is not None:
-        node = node.parent
-    return node
-
-
-def _trace_of(request: Any) -> dict[str, str] | None:
-    """Return the trace headers of a request that SGLang traces (`--enable-trace`)."""
-    context = getattr(request.time_stats.trace_ctx, "root_span_context", None)
-    if context is None:
-        return None
-    from opentelemetry import propagate  # noqa: PLC0415 - only for an engine that traces
-
-    headers: dict[str, str] = {}
-    propagate.inject(headers, context)
-    return headers
-
-
-def _rid(handle: CacheRequestHandle) -> str:
-    """Return the id of an attempt: a retracted request begins again under its id."""
-    return handle.rid if not handle.attempt_id else f"{handle.rid}#{handle.attempt_id}"
