@@ -1,13 +1,23 @@
 """SGLang in its own process, and the steps that tests run in it (see process.py).
 
 `options` are the arguments of `sglang.Engine`. `sglang_environ` returns the environment.
+
+Without options, the process imports SGLang and waits for the step `begin`, which forks a process for an engine. Then
+the engine forks its own processes, which SGLang would spawn. So the import of 6 s is paid once, not three times for
+each engine.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import multiprocessing
+import os
+import signal
 import time
+import traceback
 from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
 from typing import Any
 
 from tests.waiting import wait_for
@@ -56,6 +66,29 @@ def sglang_options(model: object, extra: Mapping[str, object] | None = None, **c
     return {**options, **changes}
 
 
+# The options of SGLang's own hierarchical cache.
+_OWN_TREE = (
+    "hicache_ratio", "hicache_write_policy", "hicache_mem_layout", "hicache_io_backend",
+    "hicache_storage_prefetch_policy",
+)  # fmt: skip
+# SGLang compares its free and used slots after each step, and ends if one is lost or used twice.
+_LEAK_CHECKS = {
+    "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
+    "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
+}  # fmt: skip
+
+
+def tree_options(model: object, **changes: object) -> dict[str, object]:
+    """Return arguments of `sglang.Engine` for a small model with HiCache as the tree. See `tree_environ`."""
+    options = {name: value for name, value in sglang_options(model).items() if name not in _OWN_TREE}
+    return {**options, "radix_cache_backend": "hicache", **changes}
+
+
+def tree_environ(config: object, **more: str) -> dict[str, str]:
+    """Return the environment of SGLang with HiCache as the tree. Both check their books after each step."""
+    return sglang_environ(HICACHE_CONFIG_FILE=str(config), HICACHE_SGLANG_CHECK="1", **_LEAK_CHECKS, **more)
+
+
 def sglang_environ(**more: str) -> dict[str, str]:
     """Return the environment of SGLang on a CPU."""
     return {"PYTHONPATH": f"{_ON_A_CPU}:{ROOT}", "SGLANG_USE_CPU_ENGINE": "1", **more}
@@ -81,8 +114,92 @@ def wait_until_stored(engine: EngineProcess, prompts: list[list[int]], stored: C
     wait_for(stored, again)
 
 
+class _Forked:
+    """An engine in a forked process of its own process group, which `end` kills."""
+
+    def __init__(self, options: dict[str, Any], environ: dict[str, str]) -> None:
+        self._answers, theirs = multiprocessing.Pipe()
+        self._group = os.fork()
+        if self._group == 0:
+            os.setpgid(0, 0)
+            self._answers.close()
+            os.environ.update(environ)
+            _serve_forked(options, theirs)
+        theirs.close()  # so that the end of the engine ends a wait
+        self._result()
+
+    def call(self, step: str, **arguments: object) -> object:
+        self._answers.send((step, arguments))
+        return self._result()
+
+    def end(self) -> None:
+        """Kill all processes of the engine."""
+        self._answers.close()
+        os.killpg(self._group, signal.SIGKILL)
+        os.waitpid(self._group, 0)
+
+    def _result(self) -> object:
+        try:
+            error, value = self._answers.recv()
+        except EOFError:
+            raise RuntimeError("the engine has ended") from None
+        if error:
+            raise RuntimeError(error)
+        return value
+
+
+def _serve_forked(options: dict[str, Any], answers: Connection) -> None:
+    """Run an engine, and the steps that arrive, in a forked process. Does not return."""
+    try:
+        multiprocessing.set_start_method("fork", force=True)
+        multiprocessing.set_start_method = lambda *_, **__: None  # SGLang's choice is to spawn
+        steps = _engine_steps(options)
+        answers.send(("", None))
+        while True:
+            name, arguments = answers.recv()
+            try:
+                answer = ("", steps[name](**arguments))
+            except Exception:
+                answer = (traceback.format_exc(), None)
+            answers.send(answer)
+    except EOFError:
+        os._exit(0)
+    except BaseException:
+        answers.send((traceback.format_exc(), None))
+        os._exit(1)
+
+
 def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
+    import sglang.srt.managers.detokenizer_manager  # noqa: PLC0415
+    import sglang.srt.managers.scheduler  # noqa: PLC0415
+    import sglang.srt.models.registry  # noqa: F401, PLC0415
+
+    if options:
+        return _engine_steps(options)
+    current: list[_Forked] = []
+
+    def begin(options: dict[str, Any], environ: dict[str, str]) -> None:
+        """Start an engine in place of the current one."""
+        end()
+        current.append(_Forked(options, environ))
+
+    def end() -> None:
+        """Kill the current engine, if there is one."""
+        if current:
+            current.pop().end()
+
+    def forward(step: str) -> Callable[..., object]:
+        return lambda **arguments: current[-1].call(step, **arguments)
+
+    return {"begin": begin, "end": end, **{step: forward(step) for step in _STEPS}}
+
+
+_STEPS = ("generate", "together", "flush", "update_weights")
+
+
+def _engine_steps(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     from sglang import Engine  # noqa: PLC0415
+    from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: PLC0415
     from sglang.srt.mem_cache.cpp_utils.native_hash import get_native_hash  # noqa: PLC0415
 
     # It is compiled at its first use: in the engine that is a lookup, which a flush awaits for 10 s only.
@@ -95,6 +212,27 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         answers = [engine.generate(input_ids=prompt, sampling_params=sampling) for prompt in prompts]
         return [{"tokens": each["output_ids"], "cached": each["meta_info"]["cached_tokens"]} for each in answers]
 
+    def together(requests: list[dict[str, Any]], tokens: int = 8) -> list[dict[str, object]]:
+        """Serve requests at once. Each has a prompt, and fields of GenerateReqInput. One with `abort_after_s` is aborted
+        then. Return for each the output, the reason of its end, and the numbers of tokens cached in each tier."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+
+        async def serve_one(prompt: list[int], abort_after_s: float | None = None, **fields: Any) -> dict[str, object]:
+            request = GenerateReqInput(input_ids=prompt, sampling_params=dict(sampling), **fields)
+            answer = asyncio.ensure_future(anext(engine.tokenizer_manager.generate_request(request, None)))
+            if abort_after_s is not None:
+                engine.loop.call_later(abort_after_s, lambda: engine.tokenizer_manager.abort_request(fields["rid"]))
+            ended = await answer
+            facts = ended["meta_info"]
+            tiers = {name: count for name, count in (facts.get("cached_tokens_details") or {}).items() if count}
+            reason = facts["finish_reason"]["type"]
+            return {"tokens": ended["output_ids"], "cached": facts.get("cached_tokens", 0), "tiers": tiers, "end": reason}
+
+        async def serve_all() -> list[dict[str, object]]:
+            return await asyncio.gather(*(serve_one(**request) for request in requests))
+
+        return engine.loop.run_until_complete(serve_all())
+
     def flush_cache() -> bool:
         """Empty device and host memory. Return False while a request is still in flight."""
         return bool(engine.flush_cache().success)
@@ -104,7 +242,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         success, message, *_ = engine.update_weights_from_disk(model)
         return "" if success else str(message)
 
-    return {"generate": generate, "flush": flush_cache, "update_weights": update_weights}
+    return {"generate": generate, "together": together, "flush": flush_cache, "update_weights": update_weights}
 
 
 if __name__ == "__main__":

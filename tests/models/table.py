@@ -6,6 +6,7 @@ nothing is downloaded.
 
 from __future__ import annotations
 
+import itertools
 import json
 import warnings
 from collections.abc import Mapping
@@ -180,14 +181,15 @@ def _save_adapter(folder: Path) -> None:
     from safetensors.torch import save_file  # noqa: PLC0415
 
     weights = {}
-    for layer in range(LAYERS):
-        module = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+    heads = {"q_proj": 2 * KV_HEADS, "v_proj": KV_HEADS}  # SGLang requires one for values
+    for layer, (name, count) in itertools.product(range(LAYERS), heads.items()):
+        module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
         weights[f"{module}.lora_A.weight"] = torch.randn(ADAPTER_RANK, _HIDDEN) * INITIALIZER_RANGE
-        weights[f"{module}.lora_B.weight"] = torch.randn(2 * KV_HEADS * HEAD_DIM, ADAPTER_RANK) * INITIALIZER_RANGE
+        weights[f"{module}.lora_B.weight"] = torch.randn(count * HEAD_DIM, ADAPTER_RANK) * INITIALIZER_RANGE
     folder.mkdir()
     save_file(weights, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": ADAPTER_RANK, "lora_alpha": ADAPTER_RANK,
-              "target_modules": ["q_proj"], "bias": "none"}  # fmt: skip
+              "target_modules": list(heads), "bias": "none"}  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 

@@ -142,6 +142,23 @@ def _windows_read_at_their_slots(torch_native: types.ModuleType) -> None:
         setattr(backend, name, translated(getattr(backend, name)))
 
 
+def _adapters_not_pinned(_: types.ModuleType) -> None:
+    """SGLang pins the memory of LoRA adapters, which torch refuses on a machine without a GPU."""
+    import torch  # noqa: PLC0415
+
+    def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *arguments, pin_memory=False, **more: make(*arguments, **more)
+
+    for name in ("tensor", "zeros", "empty"):
+        setattr(torch, name, unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda tensor, *_: tensor  # type: ignore[method-assign]
+
+
+def _latent_kv_read(handler: types.ModuleType) -> None:
+    """SGLang would expand the latent KV of a prefill without a prefix, which its attention on a CPU cannot do."""
+    handler.AttentionBackendRegistry.register("torch_native", lambda *_: handler.AttnForwardMethod.MLA)
+
+
 def _not_registered(common: types.ModuleType) -> None:
     common._cuda_host_register = lambda *_: None  # type: ignore[attr-defined]
 
@@ -150,6 +167,8 @@ _POOLS = "sglang.srt.mem_cache.pool_host"
 _REPLACED: dict[str, Callable[[types.ModuleType], None]] = {
     f"{_POOLS}.mha": _copied_on_the_cpu, f"{_POOLS}.mamba": _states_copied_on_the_cpu,
     f"{_POOLS}.common": _not_registered,
+    "sglang.srt.lora.layers": _adapters_not_pinned,
+    "sglang.srt.models.deepseek_common.attention_backend_handler": _latent_kv_read,
     "sglang.srt.layers.attention.torch_native_backend": _windows_read_at_their_slots,
 }  # fmt: skip
 
