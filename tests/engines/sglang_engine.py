@@ -85,8 +85,8 @@ def tree_options(model: object, **changes: object) -> dict[str, object]:
 
 
 def tree_environ(config: object, **more: str) -> dict[str, str]:
-    """Return the environment of SGLang with HiCache as the tree. Both check their books after each step."""
-    return sglang_environ(HICACHE_CONFIG_FILE=str(config), HICACHE_SGLANG_CHECK="1", **_LEAK_CHECKS, **more)
+    """Return the environment of SGLang with HiCache as the tree. Both check their books in each step."""
+    return sglang_environ(HICACHE_CONFIG_FILE=str(config), **_LEAK_CHECKS, **more)
 
 
 def sglang_environ(**more: str) -> dict[str, str]:
@@ -202,8 +202,9 @@ def _engine_steps(options: dict[str, Any]) -> Mapping[str, Callable[..., object]
     from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: PLC0415
     from sglang.srt.mem_cache.cpp_utils.native_hash import get_native_hash  # noqa: PLC0415
 
-    # It is compiled at its first use: in the engine that is a lookup, which a flush awaits for 10 s only.
-    get_native_hash([0], None)
+    if "hicache_storage_backend" in options:
+        # It is compiled at its first use: in the engine that is a lookup, which a flush awaits for 10 s only.
+        get_native_hash([0], None)
     engine = Engine(**options)
 
     def generate(prompts: list[list[int]], tokens: int = 8) -> list[dict[str, object]]:
@@ -215,7 +216,7 @@ def _engine_steps(options: dict[str, Any]) -> Mapping[str, Callable[..., object]
     def together(requests: list[dict[str, Any]], tokens: int = 8) -> list[dict[str, object]]:
         """Serve requests at once. Each has a prompt, and fields of GenerateReqInput. One with `abort_after_s` is aborted
         then. Return for each the output, the reason of its end, and the numbers of tokens cached in each tier."""
-        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        sampling = {"temperature": 0, "max_new_tokens": tokens}  # with `ignore_eos`, SGLang would avoid retraction
 
         async def serve_one(prompt: list[int], abort_after_s: float | None = None, **fields: Any) -> dict[str, object]:
             request = GenerateReqInput(input_ids=prompt, sampling_params=dict(sampling), **fields)
@@ -224,9 +225,13 @@ def _engine_steps(options: dict[str, Any]) -> Mapping[str, Callable[..., object]
                 engine.loop.call_later(abort_after_s, lambda: engine.tokenizer_manager.abort_request(fields["rid"]))
             ended = await answer
             facts = ended["meta_info"]
-            tiers = {name: count for name, count in (facts.get("cached_tokens_details") or {}).items() if count}
+            details = facts.get("cached_tokens_details") or {}
+            tiers = {name: details[name] for name in ("device", "host", "storage") if details.get(name)}
             reason = facts["finish_reason"]["type"]
-            return {"tokens": ended["output_ids"], "cached": facts.get("cached_tokens", 0), "tiers": tiers, "end": reason}
+            return {
+                "tokens": ended["output_ids"], "cached": facts.get("cached_tokens", 0), "tiers": tiers, "end": reason,
+                "retractions": facts.get("num_retractions", 0),
+            }  # fmt: skip
 
         async def serve_all() -> list[dict[str, object]]:
             return await asyncio.gather(*(serve_one(**request) for request in requests))

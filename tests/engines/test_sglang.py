@@ -15,9 +15,6 @@ from typing import Any
 
 import pytest
 
-from hicache.frame import HEADER_BYTES, FrameCodec, unseal
-from hicache.frame.header import NAMESPACE
-from hicache.keys import page_keys, token_bytes
 from hicache.lab.devservers.ports import LOOPBACK
 from tests.daemon.daemons import Daemon
 from tests.listening import held_ports
@@ -26,6 +23,7 @@ from tests.waiting import wait_for
 from .process import EngineProcess
 from .prompts import prompts, write_config
 from .sglang_engine import PAGE_TOKENS, flush, sglang_environ, sglang_options, wait_until_stored
+from .stored_pages import are_stored, files_of, flip, stored, swap, zero
 
 # The tokens of a prompt of 300 that can be cached; the last token is computed.
 CACHED = 299 // PAGE_TOKENS * PAGE_TOKENS
@@ -94,24 +92,11 @@ def cached(answers: Answers) -> list[int]:
     return [answer["cached"] for answer in answers]
 
 
-def stored(folder: Path) -> dict[str, Path]:
-    """Return the files of pages by their keys."""
-    found = {path.name.partition(".")[0]: path for path in (folder / "pages").rglob("*") if path.is_file()}
-    return {key: path for key, path in found.items() if len(key) == 64}
-
-
-def files_of(prompt: list[int], folder: Path) -> list[Path]:
-    """Return the files of a prompt's pages, in order. SGLang's keys are those of HiCache's own engine."""
-    files = stored(folder)
-    return [files[key.hex()] for key in page_keys(token_bytes(prompt), PAGE_TOKENS)]
-
-
 def cold(engine: EngineProcess, folder: Path, asked: list[list[int]]) -> Answers:
     """Compute new prompts, and wait until their pages are stored."""
     answers = generate(engine, asked)
     assert cached(answers) == [0] * len(asked)
-    keys = {key.hex() for prompt in asked for key in page_keys(token_bytes(prompt), PAGE_TOKENS)}
-    wait_until_stored(engine, asked, lambda: keys <= stored(folder).keys())
+    wait_until_stored(engine, asked, lambda: are_stored(asked, folder))
     return answers
 
 
@@ -148,14 +133,8 @@ def test_flipped_bytes_and_swapped_pages_cost_only_hits(
 ) -> None:
     asked = prompts("damaged", 2)
     expected = cold(first, folder, asked)
-    flipped = files_of(asked[0], folder)[4]
-    one, two = files_of(asked[1], folder)[6:8]
-    data = bytearray(flipped.read_bytes())
-    data[HEADER_BYTES + 100] ^= 1
-    flipped.write_bytes(data)
-    ones, twos = one.read_bytes(), two.read_bytes()
-    one.write_bytes(twos)
-    two.write_bytes(ones)
+    flip(files_of(asked[0], folder)[4])
+    swap(*files_of(asked[1], folder)[6:8])
     found = generate(second, asked)
     assert tokens(found) == tokens(expected)
     assert cached(found) == [4 * PAGE_TOKENS, 6 * PAGE_TOKENS]
@@ -167,12 +146,7 @@ def test_zeroed_pages_change_the_tokens(first: EngineProcess, second: EngineProc
     asked = prompts("zeroed", 1)
     expected = cold(first, folder, asked)
     for path in files_of(asked[0], folder):
-        frame = memoryview(bytearray(path.read_bytes()))
-        payload_bytes = int.from_bytes(frame[48:56], "little")
-        codec = FrameCodec(bytes(frame[NAMESPACE]), payload_bytes, label="zeroed")
-        frame[HEADER_BYTES:] = bytes(frame.nbytes - HEADER_BYTES)
-        unseal(frame)
-        path.write_bytes(codec.seal(bytes(frame[56:88]), frame))
+        zero(path)
     found = generate(second, asked)
     assert cached(found) == [CACHED]
     assert tokens(found) != tokens(expected)

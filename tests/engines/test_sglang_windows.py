@@ -5,17 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from hicache.frame import HEADER_BYTES, FrameCodec, FrameHeader, unseal
-from hicache.keys import page_keys, token_bytes
 
 from .model import WINDOW, save_model
 from .process import EngineProcess
 from .prompts import prompts, write_config
 from .sglang_engine import PAGE_TOKENS, flush, sglang_environ, sglang_options, wait_until_stored
+from .stored_pages import flip, keys_of, zero
 
 # The tokens of a prompt of 300 that can be cached; the last token is computed.
 CACHED = 299 // PAGE_TOKENS * PAGE_TOKENS
@@ -48,8 +46,8 @@ def stored(folder: Path, prompt: list[int]) -> dict[bool, list[Path]]:
     one."""
     files = [path for path in (folder / "pages").rglob("*") if path.is_file()]
     found: dict[bool, list[Path]] = {True: [], False: []}
-    for key in page_keys(token_bytes(prompt), PAGE_TOKENS):
-        pages = [path for path in files if path.name.startswith(key.hex())]
+    for key in keys_of(prompt):
+        pages = [path for path in files if path.name.startswith(key)]
         pages.sort(key=lambda path: path.stat().st_size)
         found[False] += pages[:1]
         found[True] += pages[1:]
@@ -68,17 +66,6 @@ def cold(engine: EngineProcess, folder: Path, prompt: list[int]) -> list[int]:
     return tokens
 
 
-def zero(path: Path) -> None:
-    """Set the KV of a stored page to zero, and seal it again."""
-    frame: Any = memoryview(bytearray(path.read_bytes()))
-    head = FrameHeader.parse(frame)
-    assert head is not None
-    codec = FrameCodec(head.namespace, head.payload_bytes, label="zeroed")
-    frame[HEADER_BYTES:] = bytes(frame.nbytes - HEADER_BYTES)
-    unseal(frame)
-    path.write_bytes(codec.seal(head.page_key, frame))
-
-
 def test_tokens_are_equal_cold_and_from_storage(engine: EngineProcess, folder: Path) -> None:
     for prompt in prompts("windows", 2):
         assert (cold(engine, folder, prompt), CACHED) == generate(engine, prompt)
@@ -87,10 +74,7 @@ def test_tokens_are_equal_cold_and_from_storage(engine: EngineProcess, folder: P
 def test_a_damaged_page_of_a_window_costs_only_hits(engine: EngineProcess, folder: Path) -> None:
     (prompt,) = prompts("damaged window", 1)
     expected = cold(engine, folder, prompt)
-    page = stored(folder, prompt)[True][3]
-    data = bytearray(page.read_bytes())
-    data[HEADER_BYTES] ^= 1
-    page.write_bytes(data)
+    flip(stored(folder, prompt)[True][3])
     assert generate(engine, prompt) == (expected, 0)
 
 

@@ -159,6 +159,17 @@ def _latent_kv_read(handler: types.ModuleType) -> None:
     handler.AttentionBackendRegistry.register("torch_native", lambda *_: handler.AttnForwardMethod.MLA)
 
 
+def _books_checked(tree: types.ModuleType) -> None:
+    """Check the books of HiCache's tree in each step of the scheduler."""
+    poll = tree.HiCacheTree.check_hicache_events
+
+    def poll_and_check(own: Any) -> None:
+        poll(own)
+        own.cache.check()
+
+    tree.HiCacheTree.check_hicache_events = poll_and_check
+
+
 def _not_registered(common: types.ModuleType) -> None:
     common._cuda_host_register = lambda *_: None  # type: ignore[attr-defined]
 
@@ -167,7 +178,7 @@ _POOLS = "sglang.srt.mem_cache.pool_host"
 _REPLACED: dict[str, Callable[[types.ModuleType], None]] = {
     f"{_POOLS}.mha": _copied_on_the_cpu, f"{_POOLS}.mamba": _states_copied_on_the_cpu,
     f"{_POOLS}.common": _not_registered,
-    "sglang.srt.lora.layers": _adapters_not_pinned,
+    "hicache.integrations.sglang_tree.tree": _books_checked, "sglang.srt.lora.layers": _adapters_not_pinned,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _latent_kv_read,
     "sglang.srt.layers.attention.torch_native_backend": _windows_read_at_their_slots,
 }  # fmt: skip

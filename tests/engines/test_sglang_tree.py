@@ -1,0 +1,214 @@
+"""An unmodified SGLang with HiCache as its tree: hits from each tier, and what a store may do.
+
+SGLang compares its slots after each step, and ends if one is lost; HiCache checks its books (see `tree_environ`). The
+control is `test_zeroed_pages_change_the_tokens`: it shows that the engine reads stored KV.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.daemon.daemons import Daemon
+from tests.waiting import wait_for
+
+from .model import save_model
+from .process import EngineProcess
+from .prompts import prompts, write_config
+from .sglang_engine import PAGE_TOKENS, tree_environ, tree_options
+from .sglang_tree import CACHED, L1_TOKENS, TreeProcess, files, tiers, tokens
+from .stored_pages import are_stored, files_of, flip, stored, swap, zero
+
+FROM_L1, FROM_L2, FROM_L3 = {"device": CACHED}, {"host": CACHED}, {"storage": CACHED}
+
+
+@pytest.fixture(scope="module")
+def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TreeProcess]:
+    with TreeProcess(tmp_path_factory.mktemp("sglang-tree")) as process:
+        yield process
+
+
+def cold(engine: TreeProcess, llama: Path, asked: list[list[int]], config: dict[str, object], folder: Path) -> list[object]:
+    """Begin an engine, compute prompts, and wait until their pages are stored. Return the tokens."""
+    engine.begin(llama, config)
+    answers = engine.ask(asked)
+    assert tiers(answers) == [{}] * len(asked)
+    wait_for(lambda: are_stored(asked, folder))
+    return tokens(answers)
+
+
+def push_out(engine: TreeProcess) -> None:
+    """Fill L1 with other prompts."""
+    engine.ask(prompts("others", L1_TOKENS // 300 + 1))
+
+
+def test_tokens_are_equal_from_each_tier_and_after_a_restart(engine: TreeProcess, llama: Path, tmp_path: Path) -> None:
+    asked = prompts("tiers", 3)
+    engine.begin_without_cache(llama)
+    expected = tokens(engine.ask(asked))
+    assert cold(engine, llama, asked, files(tmp_path), tmp_path) == expected
+    found = engine.ask(asked)
+    assert (tokens(found), tiers(found)) == (expected, [FROM_L1] * 3)
+    push_out(engine)
+    found = engine.ask(asked)
+    assert (tokens(found), tiers(found)) == (expected, [FROM_L2] * 3)
+    engine.begin(llama, files(tmp_path))
+    found = engine.ask(asked)
+    assert (tokens(found), tiers(found)) == (expected, [FROM_L3] * 3)
+
+
+def test_the_output_of_a_request_is_cached_for_the_next_turn(engine: TreeProcess, llama: Path, tmp_path: Path) -> None:
+    """A turn and its output fill pages, as the last output token is computed with the next turn."""
+    (turn,) = prompts("turns", 1, 10 * PAGE_TOKENS)
+    engine.begin(llama, files(tmp_path))
+    (first,) = engine.ask_together([{"prompt": turn}], tokens=2 * PAGE_TOKENS + 1)
+    (second,) = engine.ask([[*turn, *first["tokens"], *prompts("more", 1, 40)[0]]])
+    assert second["tiers"] == {"device": 12 * PAGE_TOKENS}
+
+
+def test_zeroed_pages_change_the_tokens(engine: TreeProcess, llama: Path, tmp_path: Path) -> None:
+    """The control: pages with a valid seal but wrong KV give wrong tokens."""
+    asked = prompts("zeroed", 1)
+    expected = cold(engine, llama, asked, files(tmp_path), tmp_path)
+    for path in files_of(asked[0], tmp_path):
+        zero(path)
+    engine.begin(llama, files(tmp_path))
+    found = engine.ask(asked)
+    assert tiers(found) == [FROM_L3]
+    assert tokens(found) != expected
+
+
+def test_flipped_bytes_and_swapped_pages_cost_only_hits(engine: TreeProcess, llama: Path, tmp_path: Path) -> None:
+    asked = prompts("damaged", 2)
+    expected = cold(engine, llama, asked, files(tmp_path), tmp_path)
+    flip(files_of(asked[0], tmp_path)[4])
+    swap(*files_of(asked[1], tmp_path)[6:8])
+    engine.begin(llama, files(tmp_path))
+    found = engine.ask(asked)
+    assert tokens(found) == expected
+    assert tiers(found) == [{"storage": 4 * PAGE_TOKENS}, {"storage": 6 * PAGE_TOKENS}]
+
+
+def test_kept_host_memory_serves_the_engine_after_a_killed_one(engine: TreeProcess, llama: Path) -> None:
+    """HiCache verifies the pages of kept memory before their first use, and reports them as those of storage."""
+    asked = prompts("kept", 3)
+    name = f"test-{uuid.uuid4().hex}"
+    config = {"host": {"size": "16MiB", "shared": {"name": name, "keep": True}}}
+    engine.begin(llama, config)
+    expected = tokens(engine.ask(asked))
+    push_out(engine)  # so that all pages are on L2
+    try:
+        engine.begin(llama, config)  # kills the one before
+        found = engine.ask(asked)
+    finally:
+        engine.call("end")
+        for path in Path("/dev/shm").glob(f"hicache.{name}*"):
+            path.unlink()
+    assert (tokens(found), tiers(found)) == (expected, [FROM_L3] * 3)
+
+
+def test_after_a_flush_pages_come_from_files(engine: TreeProcess, llama: Path, tmp_path: Path) -> None:
+    asked = prompts("flush", 2)
+    expected = cold(engine, llama, asked, files(tmp_path), tmp_path)
+    engine.flush()
+    found = engine.ask(asked)
+    assert (tokens(found), tiers(found)) == (expected, [FROM_L3] * 2)
+
+
+def test_new_weights_never_get_kv_of_others(
+    engine: TreeProcess, llama: Path, other_llama: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Neither that of the old weights, nor that of other new ones of an engine before."""
+    asked = prompts("new weights", 1)
+    config, third_llama = files(tmp_path), save_model(tmp_path_factory.mktemp("third-llama"), seed=2)
+    expected = {}
+    for model in (llama, other_llama, third_llama):
+        engine.begin_without_cache(model)
+        expected[model] = tokens(engine.ask(asked))
+    assert cold(engine, llama, asked, config, tmp_path) == expected[llama]
+    for model in (other_llama, third_llama):
+        engine.begin(llama, config)
+        update(engine, model)
+        for _ in range(2):
+            assert tokens(engine.ask(asked)) == expected[model]
+            push_out(engine)
+        engine.flush()
+        assert tokens(engine.ask(asked)) == expected[model]
+
+
+def update(engine: TreeProcess, model: Path) -> None:
+    """Load other weights in place. Retry, because SGLang fails while a request is still in flight."""
+    wait_for(lambda: engine.call("update_weights", model=str(model)) == "", pause_s=0.05)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_each_write_policy_stores_pages_when_it_says(
+    engine: TreeProcess, llama: Path, tmp_path: Path, policy: str
+) -> None:
+    asked = prompts(policy, 2)
+    engine.begin(llama, {**files(tmp_path), "write_policy": policy})
+    expected = tokens(engine.ask(asked))
+    if policy == "write_through":
+        wait_for(lambda: are_stored(asked, tmp_path))
+    else:
+        assert not stored(tmp_path)
+    if policy == "write_through_selective":
+        assert tiers(engine.ask(asked)) == [FROM_L1] * 2
+        wait_for(lambda: are_stored(asked, tmp_path))
+    push_out(engine)
+    wait_for(lambda: are_stored(asked, tmp_path))
+    found = engine.ask(asked)
+    assert (tokens(found), tiers(found)) == (expected, [FROM_L2] * 2)
+
+
+@pytest.fixture
+def daemon(tmp_path: Path) -> Iterator[Daemon]:
+    storage = {"type": "file", "options": {"path": str(tmp_path / "pages"), "free_space_floor": 0}}
+    with (
+        tempfile.TemporaryDirectory(prefix="hc-") as short,  # the path of a Unix socket has at most 107 bytes
+        Daemon(Path(short), storage=storage) as made,
+    ):
+        yield made
+
+
+def test_a_daemon_that_hangs_dies_and_comes_back_costs_only_hits(
+    engine: TreeProcess, llama: Path, daemon: Daemon, tmp_path: Path
+) -> None:
+    asked = prompts("faults", 2)
+    guard = {"backoff_min": "50ms", "backoff_max": "200ms"}
+    storage = {"type": "remote", "options": {"socket": str(daemon.socket), "timeout": "500ms"}, "guard": guard}
+    prefetch = {"policy": "timeout", "threshold_tokens": 64}
+    config = {"storage": storage, "prefetch": prefetch, "transfer": {"storage_deadline": "1s"}}
+    expected = cold(engine, llama, asked, config, tmp_path)
+
+    def again() -> list[dict[str, int]]:
+        engine.flush()
+        found = engine.ask(asked)
+        assert tokens(found) == expected
+        return tiers(found)
+
+    wait_for(lambda: again() == [FROM_L3] * 2)
+    daemon.pause()
+    assert again() == [{}] * 2
+    daemon.signal(signal.SIGCONT)
+    wait_for(lambda: again() == [FROM_L3] * 2)
+    daemon.kill()
+    assert again() == [{}] * 2
+    daemon.start()
+    wait_for(lambda: again() == [FROM_L3] * 2)
+
+
+def test_processes_that_sglang_spawns_have_the_tree(llama: Path, tmp_path: Path) -> None:
+    """The other engines fork their processes, which inherit what the first one has imported."""
+    asked = prompts("spawned", 1)
+    config = write_config(tmp_path / "tree.yaml", page_size=PAGE_TOKENS, **files(tmp_path / "pages"))
+    options = tree_options(llama, sleep_on_idle=True)
+    with EngineProcess("tests.engines.sglang_engine", options, folder=tmp_path, environ=tree_environ(config)) as engine:
+        expected = engine.call("together", requests=[{"prompt": asked[0]}])
+        found = engine.call("together", requests=[{"prompt": asked[0]}])
+    assert (tokens(found), tiers(found)) == (tokens(expected), [FROM_L1])
