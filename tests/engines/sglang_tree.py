@@ -9,7 +9,7 @@ from typing import Any
 from tests.waiting import wait_for
 
 from .process import EngineProcess
-from .prompts import write_config
+from .prompts import prompts, write_config
 from .sglang_engine import PAGE_TOKENS, sglang_options, tree_environ, tree_options
 
 # The tokens of a prompt of 300 that can be cached; the last token is computed.
@@ -29,23 +29,25 @@ class TreeProcess(EngineProcess):
             "tests.engines.sglang_engine", {}, folder=folder, environ=tree_environ(folder / "tree.yaml", **environ or {})
         )
 
-    def begin(self, model: Path, config: Mapping[str, object], **changes: object) -> None:
+    def begin(
+        self, model: Path, config: Mapping[str, object], *, environ: Mapping[str, str] | None = None, **changes: object
+    ) -> None:
         """Start an engine with HiCache as its tree."""
         write_config(self._folder / "tree.yaml", **{"page_size": PAGE_TOKENS, **config})
-        self._begin(tree_options(model, **{"max_total_tokens": L1_TOKENS, **changes}))
+        self._begin(tree_options(model, **{"max_total_tokens": L1_TOKENS, **changes}), environ)
 
     def begin_without_cache(self, model: Path, **changes: object) -> None:
         """Start an engine that computes each prompt."""
         changes = {"enable_hierarchical_cache": False, "disable_radix_cache": True, **changes}
         self._begin(sglang_options(model, **changes))
 
-    def _begin(self, options: dict[str, object]) -> None:
+    def _begin(self, options: dict[str, object], environ: Mapping[str, str] | None = None) -> None:
         # Otherwise the scheduler of an idle engine uses a core.
-        self.call("begin", options={"sleep_on_idle": True, **options}, environ={})
+        self.call("begin", options={"sleep_on_idle": True, **options}, environ=environ or {})
 
-    def ask(self, prompts: list[list[int]], **fields: object) -> Answers:
+    def ask(self, asked: list[list[int]], **fields: object) -> Answers:
         """Serve prompts one after the other. `fields` are those of SGLang's request."""
-        return [answer for prompt in prompts for answer in self.ask_together([{"prompt": prompt, **fields}])]
+        return [answer for prompt in asked for answer in self.ask_together([{"prompt": prompt, **fields}])]
 
     def ask_together(self, requests: list[dict[str, object]], tokens: int = 8) -> Answers:
         """Serve requests at once. See the step."""
@@ -55,6 +57,11 @@ class TreeProcess(EngineProcess):
     def flush(self) -> None:
         """Empty L1 and L2."""
         wait_for(lambda: bool(self.call("flush")), pause_s=0.05)
+
+
+def push_out(engine: TreeProcess) -> None:
+    """Fill L1 with other prompts."""
+    engine.ask(prompts("others", 2048 // 300))
 
 
 def files(folder: Path, **options: object) -> dict[str, object]:

@@ -21,7 +21,7 @@ from .model import save_model
 from .process import EngineProcess
 from .prompts import prompts, write_config
 from .sglang_engine import PAGE_TOKENS, tree_environ, tree_options
-from .sglang_tree import CACHED, L1_TOKENS, TreeProcess, files, tiers, tokens
+from .sglang_tree import CACHED, TreeProcess, files, push_out, tiers, tokens
 from .stored_pages import are_stored, files_of, flip, stored, swap, zero
 
 FROM_L1, FROM_L2, FROM_L3 = {"device": CACHED}, {"host": CACHED}, {"storage": CACHED}
@@ -40,11 +40,6 @@ def cold(engine: TreeProcess, llama: Path, asked: list[list[int]], config: dict[
     assert tiers(answers) == [{}] * len(asked)
     wait_for(lambda: are_stored(asked, folder))
     return tokens(answers)
-
-
-def push_out(engine: TreeProcess) -> None:
-    """Fill L1 with other prompts."""
-    engine.ask(prompts("others", L1_TOKENS // 300 + 1))
 
 
 def test_tokens_are_equal_from_each_tier_and_after_a_restart(engine: TreeProcess, llama: Path, tmp_path: Path) -> None:
