@@ -37,7 +37,7 @@ class TreeProcess(EngineProcess):
         self._begin(tree_options(model, **{"max_total_tokens": L1_TOKENS, **changes}), environ)
 
     def begin_without_cache(self, model: Path, **changes: object) -> None:
-        """Start an engine that computes each prompt."""
+        """Start an unmodified engine that computes each prompt."""
         changes = {"enable_hierarchical_cache": False, "disable_radix_cache": True, **changes}
         self._begin(sglang_options(model, **changes))
 

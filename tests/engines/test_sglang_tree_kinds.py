@@ -4,6 +4,7 @@ scheduling, and with two processes of tensor parallelism. Tokens of hits equal t
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.models.table import ADAPTER_RANK, MODELS, Model, save_model
+from tests.models.table import ADAPTER_RANK, MODELS, Model, save_adapter, save_model
 from tests.waiting import wait_for
 
 from .model import HEAD_DIM
@@ -87,6 +88,7 @@ def test_tokens_are_equal_from_each_tier(engine: TreeProcess, kind: str, tmp_pat
 
 
 def test_adapters_and_salts_share_no_kv(engine: TreeProcess, tmp_path: Path) -> None:
+    """Nor do other weights of an adapter under the same name."""
     model, asked = tmp_path / "model", prompts("variants", 1)[0]
     save_model(MODELS["Llama with a LoRA adapter"], model)
     options: dict[str, Any] = {
@@ -107,5 +109,11 @@ def test_adapters_and_salts_share_no_kv(engine: TreeProcess, tmp_path: Path) -> 
     assert (tokens(found), tiers(found)) == (expected, [{"host": CACHED}] * len(variants))
     engine.begin(model, files(tmp_path / "pages"), **options)
     found = engine.ask_together(requests)
-    assert tokens(found) == expected
-    print(tiers(found))
+    assert (tokens(found), tiers(found)) == (expected, [{"storage": CACHED}] * len(variants))
+    shutil.rmtree(model / "adapter")
+    save_adapter(model / "adapter", seed=1)
+    engine.begin(model, files(tmp_path / "pages"), **options)
+    found = engine.ask_together(requests[:2])
+    assert tokens(found)[0] == expected[0]
+    assert tokens(found)[1] != expected[1]
+    assert tiers(found)[1] == {}

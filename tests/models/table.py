@@ -172,14 +172,16 @@ def save_model(row: Model, folder: Path) -> None:
                 torch.nn.init.normal_(weight, std=INITIALIZER_RANGE)
         model.save_pretrained(folder)
         if row.has_adapter:
-            _save_adapter(folder / "adapter")
+            save_adapter(folder / "adapter")
         if row.has_head:
             _save_head(folder / "head", folder)
 
 
-def _save_adapter(folder: Path) -> None:
+def save_adapter(folder: Path, *, seed: int = 0) -> None:
+    """Save a LoRA adapter of a Llama."""
     from safetensors.torch import save_file  # noqa: PLC0415
 
+    torch.manual_seed(seed)
     weights = {}
     heads = {"q_proj": 2 * KV_HEADS, "v_proj": KV_HEADS}  # SGLang requires one for values
     for layer, (name, count) in itertools.product(range(LAYERS), heads.items()):
