@@ -26,6 +26,7 @@ _POSITIONS_MAX = 4096
 _WINDOWS = ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]
 _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", {}),
+    "words": ("LlamaConfig", {"vocab_size": 1 << 15}),
     "windows": (
         "Gemma3TextConfig",
         {"sliding_window": WINDOW, "query_pre_attn_scalar": HEAD_DIM, "layer_types": _WINDOWS},
@@ -40,8 +41,8 @@ _KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def save_model(folder: Path, kind: str = "llama", *, seed: int = 0) -> Path:
-    """Save a Llama, a Gemma 3 with a sliding window in each layer but the last (`windows`), or a Cohere 2 with such
-    windows, for which SGLang makes two pools (`pools`). Return `folder`.
+    """Save a Llama, one with 32,768 token ids (`words`), a Gemma 3 with a sliding window in each layer but the last
+    (`windows`), or a Cohere 2 with such windows, for which SGLang makes two pools (`pools`). Return `folder`.
 
     The same arguments give the same bytes, in float32; an engine converts them to its `dtype`. There is no tokenizer:
     tests use token ids.
@@ -72,3 +73,16 @@ def save_model(folder: Path, kind: str = "llama", *, seed: int = 0) -> Path:
             model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.save_pretrained(folder)
     return folder
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Save a tokenizer with one token for each byte."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: PLC0415
+    from transformers import PreTrainedTokenizerFast  # noqa: PLC0415
+
+    special = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>"}
+    letters = [*special.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    made = Tokenizer(models.BPE({letter: token for token, letter in enumerate(letters)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(tokenizer_object=made, **special).save_pretrained(folder)

@@ -1,9 +1,10 @@
 """Stubs that let SGLang run on a CPU, without packages that exist only for GPUs. Python runs this module at the start
 of each process that has this folder in PYTHONPATH, also in the processes that SGLang spawns.
 
-SGLang imports these packages on every machine and uses them only on GPUs. Their imports return modules in which every
-name exists and does nothing. Two parts of SGLang's host pools are replaced: the registration of memory with CUDA, and
-the copies between device and host, which are GPU kernels. One part is corrected: where attention reads a window.
+SGLang imports these packages on every machine, and uses them only on GPUs, or for media and data sets. Their imports
+return modules in which every name exists and does nothing. Two parts of SGLang's host pools are replaced: the
+registration of memory with CUDA, and the copies between device and host, which are GPU kernels. One part is corrected:
+where attention reads a window.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_ABSENT = {"sgl_kernel", "flashinfer", "deep_gemm", "torchao", "decord", "torch_memory_saver", "torchvision", "gguf"}
+_ABSENT = {
+    "sgl_kernel", "flashinfer", "deep_gemm", "torchao", "decord", "torch_memory_saver", "torchvision", "gguf",
+    "datasets", "soundfile",  # for SGLang's HTTP server and its test kits
+}  # fmt: skip
 
 
 class _StubType(type):
