@@ -100,14 +100,15 @@ class Traffic:
         self._number = 0
 
     def begin(self, seed: int, steps: int, overwrite: bool) -> None:
-        """Act for `steps` steps; then wait until all requests have ended. `overwrite`: damage used slots, once."""
+        """Act for `steps` steps; then wait until all requests have ended. `overwrite`: damage used slots too, from the
+        middle on."""
         self.counts.clear()
         self._forward.requests.clear()
         self._random = random.Random(seed)
         self._steps = steps
         self._asked: list[Any] = []
         self._flushing = False
-        self._overwrite_at = steps // 2 if overwrite else None
+        self._damage_from = steps // 2 if overwrite else 0
         self._deadline_s = time.monotonic() + _RUN_TIMEOUT_S
 
     def between_steps(self) -> None:
@@ -133,7 +134,7 @@ class Traffic:
 
         allocator = self._scheduler.token_to_kv_pool_allocator
         pages = allocator.get_all_free_pages()
-        if self._steps == self._overwrite_at:
+        if 0 < self._steps <= self._damage_from:
             pages = torch.arange(allocator.size // allocator.page_size + 1)
         self._forward.overwrite((pages[:, None] * allocator.page_size + torch.arange(allocator.page_size)).flatten())
 
