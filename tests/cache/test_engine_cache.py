@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -19,7 +19,7 @@ from hicache.cache import EngineCache, create_cache
 from hicache.cache.engine_cache import Found, Prefix
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput
-from hicache.keys import RadixKey, page_keys
+from hicache.keys import RadixKey
 from hicache.tiers import EngineBlocks, EnginePages
 from hicache.types import NO_PAGES, PageIds
 from tests.cache.world import GEOMETRY, NAMESPACE
@@ -86,11 +86,8 @@ class Request:
     shared_pages: int
     lock: Prefix
     hits: tuple[int, int, int]
+    key: RadixKey  # of all its tokens
     done_pages: int = 0
-    key: RadixKey = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.key = RadixKey.of(self.tokens)
 
 
 class Engine:
@@ -112,12 +109,18 @@ class Engine:
         self.cache = cache
         self.running: list[Request] = []
         self.count = 0
+        self.bigram = bool(entries.get("bigram_keys"))
+
+    def key(self, tokens: list[int]) -> RadixKey:
+        positions = len(tokens) - self.bigram
+        kind = 8 if self.bigram else 4
+        return RadixKey.of(tokens, bigram=self.bigram) if positions > 0 else RadixKey(b"", b"", kind)
 
     def begin(self, tokens: list[int]) -> Request | None:
         """Admit a request as SGLang does; None if there is no room now."""
         self.count += 1
         rid, cache = f"r{self.count}", self.cache
-        key = RadixKey.of(tokens[:-1]) if len(tokens) > 1 else RadixKey(b"")
+        key = self.key(tokens[:-1])
         cache.prefetch_from_storage(rid, key)
         wait_for(lambda: cache.check_prefetch_progress(rid), cache.poll, pause_s=0.0005)
         cache.take_so_far(rid)
@@ -139,7 +142,7 @@ class Engine:
         prefix = cache.device_pages(found.end)
         own = self.take(needed - found.host_pages)
         row = [*prefix.tolist(), *own.tolist()]
-        request = Request(rid, tokens, row, len(prefix), found.end, hits, len(prefix))
+        request = Request(rid, tokens, row, len(prefix), found.end, hits, self.key(tokens), len(prefix))
         if (transfer := cache.start_loading()) is not None:
             for layer in range(GEOMETRY.layers):
                 transfer.wait_layer(layer)
@@ -157,14 +160,14 @@ class Engine:
 
     def compute(self, request: Request, pages: int) -> None:
         """Compute up to `pages` more whole pages, and share them."""
-        end = min(len(request.tokens) // PAGE, request.done_pages + pages)
+        end = min(request.key.pages(PAGE), request.done_pages + pages)
         for number in range(request.done_pages, end):
             self.write(request.row[number], self.stamp(request, number))
         request.done_pages = max(request.done_pages, end)
         self.share(request)
 
     def share(self, request: Request) -> None:
-        key = RadixKey.of(request.tokens[: request.done_pages * PAGE]) if request.done_pages else RadixKey(b"")
+        key = self.key(request.tokens[: request.done_pages * PAGE + self.bigram])
         start, old = request.shared_pages, request.lock
         mine = np.array(request.row[start : request.done_pages], np.int32)
         if not len(mine):
@@ -187,7 +190,7 @@ class Engine:
         self.cache.unlock(request.lock)
 
     def stamp(self, request: Request, page: int) -> float:
-        key = page_keys(request.key.tokens, PAGE)[page]
+        (key,) = request.key.page_keys(PAGE, b"", 0, page + 1)[page:]
         return float(int.from_bytes(key[:3], "little"))
 
     def write(self, page: int, stamp: float) -> None:
@@ -331,7 +334,7 @@ def test_a_promise_is_kept_as_a_whole_or_not_at_all() -> None:
 def test_random_requests_get_their_own_bytes_and_lose_no_page(policy: str, seed: int, tmp_path: object) -> None:
     draw = random.Random(f"{policy} {seed}")
     storage = {"type": "file", "options": {"path": str(tmp_path), "free_space_floor": 0, "capacity": "1MiB"}}
-    entries = {"host": {"tokens": draw.choice([40, 100, 300])}, "write_policy": policy}
+    entries = {"host": {"tokens": draw.choice([40, 100, 300])}, "write_policy": policy, "bigram_keys": bool(seed % 2)}
     if draw.random() < 0.7:
         entries["storage"] = storage
     with engine_of(**entries) as engine:
@@ -354,7 +357,7 @@ def step(engine: Engine, draw: random.Random) -> None:
     elif kind < 0.94:
         engine.cache.make_room(draw.randrange(1, 10))
     elif kind < 0.96:
-        engine.cache.pin(RadixKey.of(tokens_of(draw.randrange(5), 4)), 60)
+        engine.cache.pin(engine.key(tokens_of(draw.randrange(5), 4)), 60)
     elif kind < 0.98:
         engine.cache.clear()
 

@@ -299,8 +299,8 @@ class HiCacheTree(BasePrefixCache):
 
     @property
     def enable_storage(self) -> bool:
-        """True if the tree has storage, open or being opened."""
-        return self.cache.storage.attached
+        """True if the tree has storage, open or being opened, and until its last operation has ended."""
+        return self.cache.storage.attached or not self.cache.controller.idle
 
     def prefetch_from_storage(  # noqa: PLR0913, PLR0917 - SGLang's
         self,
