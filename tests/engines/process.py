@@ -34,6 +34,7 @@ _END_TIMEOUT_S = 20.0
 # For Python's resource tracker, which removes the semaphores and shared memory of ended processes.
 _TRACKER_TIMEOUT_S = 5.0
 _LOG_LINES = 40
+_GROUP, _SESSION = 2, 3  # fields of /proc/PID/stat behind the name
 _NUMBERS = itertools.count(1)
 
 
@@ -76,7 +77,7 @@ class ProcessTree:
 
     def pids(self) -> list[int]:
         """Return all processes of the session, including the first one."""
-        return [pid for pid in _pids() if _session(pid) == self.pid]
+        return [pid for pid in _pids() if _stat(pid, _SESSION) == self.pid]
 
     def end(self, request_end: Callable[[], object]) -> None:
         """Call `request_end`, wait for the end of the first process up to a deadline, and kill the other processes."""
@@ -205,13 +206,18 @@ def _pids() -> Iterator[int]:
     return (int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal())
 
 
-def _session(pid: int) -> int | None:
-    """Return the session of a running process; None if the process has ended."""
+def pids_of_group(group: int) -> list[int]:
+    """Return all processes of a process group."""
+    return [pid for pid in _pids() if _stat(pid, _GROUP) == group]
+
+
+def _stat(pid: int, field: int) -> int | None:
+    """Return a field of /proc/PID/stat behind the name, of a running process; None if the process has ended."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
-    return None if fields[0] == "Z" else int(fields[3])
+    return None if fields[0] == "Z" else int(fields[field])
 
 
 def _is_tracker(pid: int) -> bool:

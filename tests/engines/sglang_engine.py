@@ -2,9 +2,8 @@
 
 `options` are the arguments of `sglang.Engine`. `sglang_environ` returns the environment.
 
-Without options, the process imports SGLang and waits for the step `begin`, which forks a process for an engine. Then
-the engine forks its own processes, which SGLang would spawn. So the import of 6 s is paid once, not three times for
-each engine.
+An engine forks its processes. SGLang would spawn them, and each would import it again for 6 s; so it does only with
+SPAWNS in the environment. Without options, this process waits for the step `begin`, which forks one for an engine.
 """
 
 from __future__ import annotations
@@ -22,9 +21,10 @@ from typing import Any
 
 from tests.waiting import wait_for
 
-from .process import ROOT, EngineProcess, serve
+from .process import ROOT, EngineProcess, pids_of_group, serve, shared_memory_of
 
 PAGE_TOKENS = 16
+SPAWNS = "TEST_SGLANG_SPAWNS"
 # Longer than the deadline of a write.
 _AGAIN_S = 10.0
 _ON_A_CPU = ROOT / "tests" / "engines" / "sglang_cpu"
@@ -114,6 +114,9 @@ def wait_until_stored(engine: EngineProcess, prompts: list[list[int]], stored: C
     wait_for(stored, again)
 
 
+_STEPS = ("generate", "together", "flush", "update_weights")
+
+
 class _Forked:
     """An engine in a forked process of its own process group, which `end` kills."""
 
@@ -133,10 +136,14 @@ class _Forked:
         return self._result()
 
     def end(self) -> None:
-        """Kill all processes of the engine."""
+        """Kill all processes of the engine, and remove their shared memory, but not HiCache's, which may be kept."""
         self._answers.close()
+        left = {path for pid in pids_of_group(self._group) for path in shared_memory_of(pid)}
         os.killpg(self._group, signal.SIGKILL)
         os.waitpid(self._group, 0)
+        for path in left:
+            if not path.name.startswith("hicache."):
+                path.unlink(missing_ok=True)
 
     def _result(self) -> object:
         try:
@@ -151,8 +158,6 @@ class _Forked:
 def _serve_forked(options: dict[str, Any], answers: Connection) -> None:
     """Run an engine, and the steps that arrive, in a forked process. Does not return."""
     try:
-        multiprocessing.set_start_method("fork", force=True)
-        multiprocessing.set_start_method = lambda *_, **__: None  # SGLang's choice is to spawn
         steps = _engine_steps(options)
         answers.send(("", None))
         while True:
@@ -174,6 +179,9 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     import sglang.srt.managers.scheduler  # noqa: PLC0415
     import sglang.srt.models.registry  # noqa: F401, PLC0415
 
+    if SPAWNS not in os.environ:
+        multiprocessing.set_start_method("fork", force=True)
+        multiprocessing.set_start_method = lambda *_, **__: None
     if options:
         return _engine_steps(options)
     current: list[_Forked] = []
@@ -194,9 +202,6 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     return {"begin": begin, "end": end, **{step: forward(step) for step in _STEPS}}
 
 
-_STEPS = ("generate", "together", "flush", "update_weights")
-
-
 def _engine_steps(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     from sglang import Engine  # noqa: PLC0415
     from sglang.srt.managers.io_struct import GenerateReqInput  # noqa: PLC0415
@@ -214,8 +219,8 @@ def _engine_steps(options: dict[str, Any]) -> Mapping[str, Callable[..., object]
         return [{"tokens": each["output_ids"], "cached": each["meta_info"]["cached_tokens"]} for each in answers]
 
     def together(requests: list[dict[str, Any]], tokens: int = 8) -> list[dict[str, object]]:
-        """Serve requests at once. Each has a prompt, and fields of GenerateReqInput. One with `abort_after_s` is aborted
-        then. Return for each the output, the reason of its end, and the numbers of tokens cached in each tier."""
+        """Serve requests at once. Each has a prompt, and fields of GenerateReqInput. One with `abort_after_s` is
+        aborted then. Return for each the output, the reason of its end, and the numbers of tokens from each tier."""
         sampling = {"temperature": 0, "max_new_tokens": tokens}  # with `ignore_eos`, SGLang would avoid retraction
 
         async def serve_one(prompt: list[int], abort_after_s: float | None = None, **fields: Any) -> dict[str, object]:
@@ -236,7 +241,8 @@ def _engine_steps(options: dict[str, Any]) -> Mapping[str, Callable[..., object]
         async def serve_all() -> list[dict[str, object]]:
             return await asyncio.gather(*(serve_one(**request) for request in requests))
 
-        return engine.loop.run_until_complete(serve_all())
+        served: list[dict[str, object]] = engine.loop.run_until_complete(serve_all())
+        return served
 
     def flush_cache() -> bool:
         """Empty device and host memory. Return False while a request is still in flight."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,8 @@ class TreeProcess(EngineProcess):
 
     def __init__(self, folder: Path, environ: Mapping[str, str] | None = None) -> None:
         self._folder = folder
-        super().__init__(
-            "tests.engines.sglang_engine", {}, folder=folder, environ=tree_environ(folder / "tree.yaml", **environ or {})
-        )
+        environ = tree_environ(folder / "tree.yaml", **environ or {})
+        super().__init__("tests.engines.sglang_engine", {}, folder=folder, environ=environ)
 
     def begin(
         self, model: Path, config: Mapping[str, object], *, environ: Mapping[str, str] | None = None, **changes: object
@@ -38,8 +37,8 @@ class TreeProcess(EngineProcess):
 
     def begin_without_cache(self, model: Path, **changes: object) -> None:
         """Start an unmodified engine that computes each prompt."""
-        changes = {"enable_hierarchical_cache": False, "disable_radix_cache": True, **changes}
-        self._begin(sglang_options(model, **changes))
+        no_cache = {"enable_hierarchical_cache": False, "disable_radix_cache": True}
+        self._begin({**sglang_options(model), **no_cache, **changes})
 
     def _begin(self, options: dict[str, object], environ: Mapping[str, str] | None = None) -> None:
         # Otherwise the scheduler of an idle engine uses a core.
@@ -49,7 +48,7 @@ class TreeProcess(EngineProcess):
         """Serve prompts one after the other. `fields` are those of SGLang's request."""
         return [answer for prompt in asked for answer in self.ask_together([{"prompt": prompt, **fields}])]
 
-    def ask_together(self, requests: list[dict[str, object]], tokens: int = 8) -> Answers:
+    def ask_together(self, requests: Sequence[Mapping[str, object]], tokens: int = 8) -> Answers:
         """Serve requests at once. See the step."""
         answers: Answers = self.call("together", requests=requests, tokens=tokens)
         return answers

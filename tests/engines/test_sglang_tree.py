@@ -20,7 +20,7 @@ from tests.waiting import wait_for
 from .model import save_model
 from .process import EngineProcess
 from .prompts import prompts, write_config
-from .sglang_engine import PAGE_TOKENS, tree_environ, tree_options
+from .sglang_engine import PAGE_TOKENS, SPAWNS, tree_environ, tree_options
 from .sglang_tree import CACHED, TreeProcess, files, push_out, tiers, tokens
 from .stored_pages import are_stored, files_of, flip, stored, swap, zero
 
@@ -33,7 +33,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TreeProcess]:
         yield process
 
 
-def cold(engine: TreeProcess, llama: Path, asked: list[list[int]], config: dict[str, object], folder: Path) -> list[object]:
+def cold(
+    engine: TreeProcess, llama: Path, asked: list[list[int]], config: dict[str, object], folder: Path
+) -> list[object]:
     """Begin an engine, compute prompts, and wait until their pages are stored. Return the tokens."""
     engine.begin(llama, config)
     answers = engine.ask(asked)
@@ -174,6 +176,7 @@ def daemon(tmp_path: Path) -> Iterator[Daemon]:
 def test_a_daemon_that_hangs_dies_and_comes_back_costs_only_hits(
     engine: TreeProcess, llama: Path, daemon: Daemon, tmp_path: Path
 ) -> None:
+    """Also of an engine that starts without it, and of requests that are aborted while they wait for it."""
     asked = prompts("faults", 2)
     guard = {"backoff_min": "50ms", "backoff_max": "200ms"}
     storage = {"type": "remote", "options": {"socket": str(daemon.socket), "timeout": "500ms"}, "guard": guard}
@@ -194,16 +197,23 @@ def test_a_daemon_that_hangs_dies_and_comes_back_costs_only_hits(
     wait_for(lambda: again() == [FROM_L3] * 2)
     daemon.kill()
     assert again() == [{}] * 2
+    engine.begin(llama, config)
+    assert again() == [{}] * 2
     daemon.start()
     wait_for(lambda: again() == [FROM_L3] * 2)
+    daemon.pause()
+    engine.flush()
+    waiting = [{"prompt": each, "rid": f"waits-{number}", "abort_after_s": 0.1} for number, each in enumerate(asked)]
+    assert [answer["end"] for answer in engine.ask_together(waiting)] == ["abort"] * 2
+    assert again() == [{}] * 2
 
 
 def test_processes_that_sglang_spawns_have_the_tree(llama: Path, tmp_path: Path) -> None:
     """The other engines fork their processes, which inherit what the first one has imported."""
     asked = prompts("spawned", 1)
     config = write_config(tmp_path / "tree.yaml", page_size=PAGE_TOKENS, **files(tmp_path / "pages"))
-    options = tree_options(llama, sleep_on_idle=True)
-    with EngineProcess("tests.engines.sglang_engine", options, folder=tmp_path, environ=tree_environ(config)) as engine:
+    options, environ = tree_options(llama, sleep_on_idle=True), tree_environ(config, **{SPAWNS: "1"})
+    with EngineProcess("tests.engines.sglang_engine", options, folder=tmp_path, environ=environ) as engine:
         expected = engine.call("together", requests=[{"prompt": asked[0]}])
         found = engine.call("together", requests=[{"prompt": asked[0]}])
     assert (tokens(found), tiers(found)) == (tokens(expected), [FROM_L1])

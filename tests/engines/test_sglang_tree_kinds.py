@@ -96,7 +96,7 @@ def test_adapters_and_salts_share_no_kv(engine: TreeProcess, tmp_path: Path) -> 
         "lora_paths": {"adapter": str(model / "adapter")}, "max_total_tokens": 2048,
     }  # fmt: skip
     variants = [{}, {"lora_path": "adapter"}, {"extra_key": "a"}, {"extra_key": "b"}, {"cache_salt": "a"}]
-    requests = [{"prompt": asked, **variant} for variant in variants]
+    requests: list[dict[str, object]] = [{"prompt": asked, **variant} for variant in variants]
     engine.begin(model, files(tmp_path / "pages"), **options)
     cold = engine.ask_together(requests)
     assert tiers(cold) == [{}] * len(variants)

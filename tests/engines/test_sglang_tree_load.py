@@ -10,6 +10,7 @@ import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,17 +23,18 @@ from .sglang_tree import L1_TOKENS, Answers, TreeProcess, files, tokens
 OUTPUT_TOKENS = 64
 ABORTED_MIN = 200
 PROMPTS = [prompt(f"load {number}", length) for number, length in itertools.product(range(8), (200, 300, 460))]
-MODES: dict[str, dict[str, object]] = {
+MODES: dict[str, dict[str, Any]] = {
     "overlap scheduling": {"disable_overlap_schedule": False},
     "two processes": {"tp_size": 2, "environ": {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}},
 }
-_COMMON = {
+_COMMON: dict[str, Any] = {
     "max_running_requests": 8, "chunked_prefill_size": 128, "enable_priority_scheduling": True,
     "schedule_conservativeness": 0.05,  # admits requests whose output will not fit
 }  # fmt: skip
 _INJECT = {"latency": "20ms", "error_share": 0.05}
 
-Serve = Callable[[list[dict[str, object]]], Answers]
+Request = dict[str, Any]
+Serve = Callable[[list[Request]], Answers]
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +53,9 @@ def expected(process: TreeProcess, llama: Path) -> dict[tuple[int, ...], object]
 
 @pytest.fixture(scope="module", params=MODES)
 def engine(
-    request: pytest.FixtureRequest, process: TreeProcess, expected: object, llama: Path, tmp_path_factory: pytest.TempPathFactory
-) -> TreeProcess:
+    request: pytest.FixtureRequest, process: TreeProcess, expected: object, llama: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> TreeProcess:  # fmt: skip
     storage = files(tmp_path_factory.mktemp("load-pages"), guard={"inject": _INJECT})
     process.begin(llama, {"host": {"size": "2MiB"}, **storage}, **_COMMON, **MODES[request.param])
     return process
@@ -62,7 +65,7 @@ def engine(
 def serve(engine: TreeProcess, expected: dict[tuple[int, ...], object]) -> Serve:
     """Serve requests at once, and compare the tokens of those that were not aborted."""
 
-    def answers(requests: list[dict[str, object]]) -> Answers:
+    def answers(requests: list[Request]) -> Answers:
         found = engine.ask_together(requests, OUTPUT_TOKENS)
         for request, answer in zip(requests, found, strict=True):
             if answer["end"] != "abort":
@@ -72,13 +75,14 @@ def serve(engine: TreeProcess, expected: dict[tuple[int, ...], object]) -> Serve
     return answers
 
 
-def draw(dice: random.Random) -> dict[str, object]:
+def draw(dice: random.Random) -> Request:
     return {"prompt": dice.choice(PROMPTS), "priority": dice.choice((0, 50))}
 
 
 @pytest.mark.parametrize("seed", seeds(1))
 def test_tokens_are_equal_with_chunks_retraction_and_priorities(serve: Serve, seed: int) -> None:
-    dice, retractions, found = rng(seed), 0, set()
+    dice, retractions = rng(seed), 0
+    found: set[str] = set()
     while not retractions or found < {"device", "host", "storage"}:
         for answer in serve([draw(dice) for _ in range(16)]):
             retractions += answer["retractions"]

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-
 from .model import WINDOW, save_model
 from .process import EngineProcess
 from .prompts import prompts, write_config

@@ -151,7 +151,10 @@ def _adapters_not_pinned(_: types.ModuleType) -> None:
     import torch  # noqa: PLC0415
 
     def unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda *arguments, pin_memory=False, **more: make(*arguments, **more)
+        def made(*arguments: Any, pin_memory: bool = False, **more: Any) -> Any:
+            return make(*arguments, **more)
+
+        return made
 
     for name in ("tensor", "zeros", "empty"):
         setattr(torch, name, unpinned(getattr(torch, name)))

@@ -25,7 +25,7 @@ class _Narrow(torch.nn.Module):
         return torch.nn.functional.pad(heads, (0, self._head_dim - self._value_dim)).view(len(query), -1)
 
 
-class NarrowValuesForCausalLM(LlamaForCausalLM):
+class NarrowValuesForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
     """See the module's docstring. The entry `v_head_dim` of the configuration is the size of values."""
 
     def __init__(self, config: Any, *arguments: Any, **more: Any) -> None:
