@@ -137,10 +137,10 @@ class _Forked:
 
     def end(self) -> None:
         """Kill all processes of the engine, and remove their shared memory, but not HiCache's, which may be kept."""
-        self._answers.close()
         left = {path for pid in pids_of_group(self._group) for path in shared_memory_of(pid)}
         os.killpg(self._group, signal.SIGKILL)
         os.waitpid(self._group, 0)
+        self._answers.close()  # before, it would end the engine, and its processes by and by
         for path in left:
             if not path.name.startswith("hicache."):
                 path.unlink(missing_ok=True)
