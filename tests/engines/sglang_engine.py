@@ -157,6 +157,9 @@ class _Forked:
 
 def _serve_forked(options: dict[str, Any], answers: Connection) -> None:
     """Run an engine, and the steps that arrive, in a forked process. Does not return."""
+    from sglang.srt.utils import kill_itself_when_parent_died  # noqa: PLC0415
+
+    kill_itself_when_parent_died()
     try:
         steps = _engine_steps(options)
         answers.send(("", None))
