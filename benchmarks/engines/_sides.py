@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from benchmarks._table import Row
 
@@ -18,6 +19,8 @@ _MIB = 1 << 20
 # Memory that the host has not yet given to the machine is touched well below this rate, other memory above it.
 _COLD_GB_S = 0.7
 _PIECE_MIB, _COLD_PIECES = 64, 4
+# Storage counts as complete once its files have not changed for this long.
+_QUIET_S, _QUIET_S_MAX = 1.0, 60.0
 
 
 @dataclass
@@ -86,6 +89,16 @@ def _take_warm_memory(bytes_max: int) -> list[mmap.mmap]:
         slow = slow + 1 if rate < _COLD_GB_S else 0
         taken.append(memory)
     return taken
+
+
+def wait_until_stored(store: Path) -> None:
+    """Wait until no file was added below `store` for a while."""
+    end, seen, since = time.monotonic() + _QUIET_S_MAX, -1, time.monotonic()
+    while time.monotonic() < end and time.monotonic() - since < _QUIET_S:
+        found = sum(1 for path in store.rglob("*") if path.is_file())
+        if found != seen:
+            seen, since = found, time.monotonic()
+        time.sleep(0.1)
 
 
 def rows_of(label: str, ours: Side, other: Side, page_bytes: int, pages: int) -> list[Row]:

@@ -19,14 +19,13 @@ import json
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from benchmarks._table import Row, print_table
-from benchmarks.engines._sides import MALLOC
+from benchmarks.engines._sides import MALLOC, wait_until_stored
 from benchmarks.engines._vllm import KINDS, LAYER_TOKEN_BYTES, save_model
 from tests.engines.process import EngineFailed, EngineProcess
 from tests.engines.vllm_engine import vllm_environ
@@ -39,8 +38,6 @@ _CALL_S = 120.0
 _HOST_ROUNDS = 6
 # Hits in host memory cost at most so much more than those of vLLM's own offloading.
 _HOST_GOAL = 1.1
-# Storage counts as complete once its files have not changed for this long.
-_QUIET_S, _QUIET_S_MAX = 1.0, 60.0
 _COMPUTED, _OWN, _HOST, _FILES = "computed", "vLLM's own prefix cache", "host memory", "files"
 
 
@@ -98,15 +95,6 @@ def _open(model: Path, folder: Path, way: str, tokens: int) -> EngineProcess:
     return engine
 
 
-def _wait_until_stored(store: Path) -> None:
-    end, seen, since = time.monotonic() + _QUIET_S_MAX, -1, time.monotonic()
-    while time.monotonic() < end and time.monotonic() - since < _QUIET_S:
-        found = sum(1 for path in store.rglob("*") if path.is_file())
-        if found != seen:
-            seen, since = found, time.monotonic()
-        time.sleep(0.1)
-
-
 @dataclass(frozen=True, slots=True)
 class Measured:
     """The answers of an engine in each state of the caches, the cached tokens of a whole hit, and how many bytes of
@@ -123,11 +111,11 @@ def measure(model: Path, folder: Path, way: str, tokens: int, prompts: int) -> M
     answers: Answers = {what: [] for what in (_COMPUTED, _OWN, _HOST, _FILES)}
     with _open(model, folder, way, tokens) as engine:
         block = engine.call("block_tokens")
-        _wait_until_stored(store)
+        wait_until_stored(store)
         before = _bytes_in(store)
         for prompt in range(prompts):
             answers[_COMPUTED].append(engine.call("ask", prompt=prompt, timeout_s=_CALL_S))
-            _wait_until_stored(store)
+            wait_until_stored(store)
             answers[_OWN].append(engine.call("ask", prompt=prompt, timeout_s=_CALL_S))
         stored = _bytes_in(store) - before
         for prompt in list(range(prompts)) * _HOST_ROUNDS:
@@ -135,7 +123,7 @@ def measure(model: Path, folder: Path, way: str, tokens: int, prompts: int) -> M
                 engine.call("forget")
             answers[_HOST].append(engine.call("ask", prompt=prompt, timeout_s=_CALL_S))
     with _open(model, folder, way, tokens) as engine:
-        _wait_until_stored(store)
+        wait_until_stored(store)
         for prompt in range(prompts):
             answers[_FILES].append(engine.call("ask", prompt=prompt, timeout_s=_CALL_S))
     return Measured(answers, tokens // block * block, stored / (prompts * tokens))

@@ -3,8 +3,8 @@ of each process that has this folder in PYTHONPATH, also in the processes that S
 
 SGLang imports these packages on every machine, and uses them only on GPUs, or for media and data sets. Their imports
 return modules in which every name exists and does nothing. Two parts of SGLang's host pools are replaced: the
-registration of memory with CUDA, and the copies between device and host, which are GPU kernels. One part is corrected:
-where attention reads a window.
+registration and pinning of memory with CUDA, and the copies between device and host, which are GPU kernels. One part is
+corrected: where attention reads a window.
 """
 
 from __future__ import annotations
@@ -101,6 +101,12 @@ def _copied_on_the_cpu(mha: types.ModuleType) -> None:
                 target, where = rows(pool, layers, layer, host.cpu())
                 target[where] = source[device]
 
+    def page(pool: Any) -> Any:
+        pool.pin_memory = False
+        return pinned_page(pool)
+
+    pinned_page = mha.MHATokenToKVPoolHost.get_dummy_flat_data_page
+    mha.MHATokenToKVPoolHost.get_dummy_flat_data_page = page
     mha.MHATokenToKVPoolHost.load_to_device_per_layer = load
     mha.MHATokenToKVPoolHost.backup_from_device_all_layer = backup
 
