@@ -28,6 +28,7 @@ from pathlib import Path
 from benchmarks._table import Row, print_table, reduced
 from benchmarks.engines._sglang_tree import save_plugin
 from benchmarks.engines._sides import wait_until_stored
+from hicache.frame import frame_bytes
 from tests.engines.model import HEAD_DIM, KV_HEADS, LAYERS, save_model
 from tests.engines.process import EngineProcess
 from tests.engines.sglang_engine import PAGE_TOKENS, flush, sglang_environ, sglang_options
@@ -92,12 +93,13 @@ class Side:
             options["hicache_storage_backend"] = "file"
             options["hicache_storage_backend_extra_config"] = json.dumps({"prefetch_threshold": 2 * page_tokens})
         if self.is_ours:
-            environ["HICACHE_CONFIG_FILE"] = self._configured(folder)
+            environ["HICACHE_CONFIG_FILE"] = self._configured(folder, page_tokens)
             options["radix_cache_backend"] = "hicache"
         return EngineProcess("benchmarks.engines._sglang_tree", options, folder=folder, environ=environ)
 
-    def _configured(self, folder: Path) -> str:
-        config: dict[str, object] = {"host": {"size": f"{_L2_TOKENS * _TOKEN_BYTES}B"}}
+    def _configured(self, folder: Path, page_tokens: int) -> str:
+        pages = _L2_TOKENS // page_tokens
+        config: dict[str, object] = {"host": {"size": f"{pages * frame_bytes(page_tokens * _TOKEN_BYTES)}B"}}
         if self.has_files:
             config["storage"] = {"type": "file", "options": {"path": str(folder / "store"), "capacity": "8GiB"}}
         path = folder / "hicache.yaml"

@@ -21,16 +21,18 @@ the scheduler's thread.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
+from ..controller import HiCacheController
 from ..errors import InvalidInput
 from ..events import EventStream
 from ..keys import RadixKey
 from ..radix import Match, Node, RadixTree
-from ..tiers import EnginePages
+from ..tiers import EnginePages, HostPool, KVPool
 from ..types import NO_PAGES, PageIds
 from .break_even import Route
 from .radix_cache import HiRadixCache
+from .tiered import TieredOptions
 
 # A copy that takes longer is stuck. The engine waits for it, as it would for memory.
 COPY_WAIT_S_MAX = 10.0
@@ -74,6 +76,14 @@ class EngineCache(HiRadixCache):
 
     # A lookup locks the prefix before it, so it starts in `poll`: later in a step the engine has counted those pages.
     _prefetches_at_once = False
+
+    def __init__(
+        self, device: KVPool, host: HostPool, controller: HiCacheController, **options: Unpack[TieredOptions]
+    ) -> None:
+        super().__init__(device, host, controller, **options)
+        if not isinstance(device.allocator, EnginePages):
+            raise InvalidInput("EngineCache: the pool has no free list of an engine; pass `engine_pages`")
+        self._pages = device.allocator
 
     @property
     def event_stream(self) -> EventStream | None:
@@ -277,10 +287,3 @@ class EngineCache(HiRadixCache):
         """Return `key`: the engine has cut off the tokens that it computes."""
         self.tree.require_fitting(key)
         return key
-
-    @property
-    def _pages(self) -> EnginePages:
-        pages = self.device.allocator
-        if not isinstance(pages, EnginePages):
-            raise InvalidInput("EngineCache: the pool has no free list of an engine; pass `engine_pages`")
-        return pages
