@@ -12,7 +12,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--path", help="directory to write in (default: temporary ones below the current directory)")
     path = parser.parse_args().path
-    for module in ("sglang_files", "vllm_tiers", "ttft"):
+    for module in ("sglang_files", "sglang_tree", "vllm_tiers", "ttft"):
         arguments = ["--path", path] if path else []
         subprocess.run([sys.executable, "-m", f"benchmarks.engines.{module}", *arguments], check=True)
 

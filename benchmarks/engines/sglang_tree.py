@@ -31,7 +31,7 @@ from benchmarks.engines._sides import wait_until_stored
 from hicache.frame import frame_bytes
 from tests.engines.model import HEAD_DIM, KV_HEADS, LAYERS, save_model
 from tests.engines.process import EngineProcess
-from tests.engines.sglang_engine import PAGE_TOKENS, flush, sglang_environ, sglang_options
+from tests.engines.sglang_engine import flush, sglang_environ, sglang_options
 
 _TOKEN_BYTES = 2 * LAYERS * KV_HEADS * HEAD_DIM * 4
 _L1_TOKENS, _L2_TOKENS = 10240, 20480
@@ -158,7 +158,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="HiCache as SGLang's tree beside SGLang's own")
     parser.add_argument("--path", help="directory to write in (default: a temporary one below the current directory)")
     parser.add_argument("--rounds", type=int, default=3, help="starts of each engine; the table has medians")
-    parser.add_argument("--page-size", type=int, default=PAGE_TOKENS, help="tokens per page")
+    parser.add_argument("--page-size", type=int, default=64, help="tokens per page")
     options = parser.parse_args()
     rows = run(options.path, options.rounds, options.page_size)
     print_table(f"HiCache as SGLang's tree beside SGLang's own, pages of {options.page_size} tokens", rows)
