@@ -38,8 +38,9 @@ def _build(context: TreeCacheBuildContext) -> BasePrefixCache:
 
 
 def _ask_for_prefetches(_: object, scheduler: Scheduler, *__: object, **___: object) -> None:
-    """Let the scheduler call the tree's methods for storage, as with a `--hicache-storage-backend`."""
+    """Let the scheduler call the tree's methods for storage, as with a `--hicache-storage-backend`, if requests may
+    have to wait for pages. Otherwise the calls would only cost its time."""
     from .tree import HiCacheTree  # noqa: PLC0415
 
-    if isinstance(scheduler.tree_cache, HiCacheTree):
-        scheduler.enable_hicache_storage = True
+    if isinstance(tree := scheduler.tree_cache, HiCacheTree):
+        scheduler.enable_hicache_storage = tree.may_wait

@@ -302,6 +302,11 @@ class HiCacheTree(BasePrefixCache):
         """True if the tree has storage, open or being opened, and until its last operation has ended."""
         return self.cache.storage.attached or not self.cache.controller.idle
 
+    @property
+    def may_wait(self) -> bool:
+        """True if requests may have to wait for pages from storage, or until pages on L2 are verified."""
+        return self.enable_storage or self.cache.config.integrity.verify == "load"
+
     def prefetch_from_storage(  # noqa: PLR0913, PLR0917 - SGLang's
         self,
         request: CacheRequestHandle,
