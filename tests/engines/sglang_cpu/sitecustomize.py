@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import os
 import sys
 import types
 from collections.abc import Callable, Sequence
@@ -173,7 +174,9 @@ def _latent_kv_read(handler: types.ModuleType) -> None:
 
 
 def _books_checked(tree: types.ModuleType) -> None:
-    """Check the books of HiCache's tree in each step of the scheduler."""
+    """Check the books of HiCache's tree in each step of the scheduler, if SGLang checks its slots in each step."""
+    if os.environ.get("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY") != "1":
+        return
     poll = tree.HiCacheTree.check_hicache_events
 
     def poll_and_check(own: Any) -> None:
