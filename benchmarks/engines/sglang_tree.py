@@ -5,8 +5,9 @@ token.
 
 Each side is an unmodified SGLang, one after another, with equal L1, L2 and page size: with files, each with its own
 store, and without storage. The first of the sides alternates. All serve the same conversations: a prompt repeats the
-questions and answers before it, four requests are in flight, and L2 holds about two thirds of all. A long answer beside
-them keeps the scheduler from idling, so each poll counts.
+questions and answers before it, four requests are in flight, L1 holds two fifths of all tokens and L2 four fifths. A
+long answer beside them keeps the scheduler from idling, so each poll counts. Limits and thresholds are the defaults,
+but both sides wait for all pages of a prefetch.
 
 The processor time is that of the scheduler's thread in calls of the tree's public methods. Copies between device and
 host are left out: on a CPU, SGLang's are Python stand-ins on this thread, where a GPU has kernels; ours run on threads.
@@ -91,7 +92,6 @@ class Side:
         )  # fmt: skip
         if self.has_files:
             options["hicache_storage_backend"] = "file"
-            options["hicache_storage_backend_extra_config"] = json.dumps({"prefetch_threshold": 2 * page_tokens})
         if self.is_ours:
             environ["HICACHE_CONFIG_FILE"] = self._configured(folder, page_tokens)
             options["radix_cache_backend"] = "hicache"
@@ -99,7 +99,10 @@ class Side:
 
     def _configured(self, folder: Path, page_tokens: int) -> str:
         pages = _L2_TOKENS // page_tokens
-        config: dict[str, object] = {"host": {"size": f"{pages * frame_bytes(page_tokens * _TOKEN_BYTES)}B"}}
+        config: dict[str, object] = {
+            "host": {"size": f"{pages * frame_bytes(page_tokens * _TOKEN_BYTES)}B"},
+            "prefetch": {"policy": "wait_complete"},
+        }
         if self.has_files:
             config["storage"] = {"type": "file", "options": {"path": str(folder / "store"), "capacity": "8GiB"}}
         path = folder / "hicache.yaml"
