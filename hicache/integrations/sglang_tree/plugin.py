@@ -40,10 +40,7 @@ def _build(context: TreeCacheBuildContext) -> BasePrefixCache:
 def _ask_for_prefetches(_: object, scheduler: Scheduler, *__: object, **___: object) -> None:
     """Let the scheduler call the tree's methods for storage, as with a `--hicache-storage-backend`, if requests may
     have to wait for pages. Otherwise the calls would only cost its time."""
-    from sglang.srt.runtime_context import get_context  # noqa: PLC0415
-
     from .tree import HiCacheTree  # noqa: PLC0415
 
-    if isinstance(tree := scheduler.tree_cache, HiCacheTree) and tree.may_wait:
-        scheduler.enable_hicache_storage = True
-        get_context().override("hicache", hicache_storage_backend=NAME)  # for reports, as SGLang does when it attaches
+    if isinstance(tree := scheduler.tree_cache, HiCacheTree):
+        scheduler.enable_hicache_storage = tree.may_wait
