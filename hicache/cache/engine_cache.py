@@ -199,11 +199,6 @@ class EngineCache(HiRadixCache):
             self._l1.used(end)
         return Shared(Prefix(tree, end), tree.device_pages(end)[start_page:] if present else pages, present)
 
-    def touch(self, prefix: Prefix) -> None:
-        """Start the copies to L2 that the policy wants for a request that ends before its prompt is computed."""
-        if prefix.tree is self.tree:
-            self._l1.used(prefix.node)
-
     def take_so_far(self, rid: str) -> int:
         """Put the pages of a prefetch that have arrived into the tree; it goes on. Return how many have arrived."""
         return self._prefetcher.take_so_far(rid)

@@ -6,15 +6,21 @@ control is `test_zeroed_pages_change_the_tokens`: it shows that the engine reads
 
 from __future__ import annotations
 
+import json
 import signal
+import subprocess
+import sys
 import tempfile
+import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from hicache.lab.devservers.ports import LOOPBACK
 from tests.daemon.daemons import Daemon
+from tests.listening import held_ports
 from tests.waiting import wait_for
 
 from .model import save_model
@@ -217,3 +223,36 @@ def test_processes_that_sglang_spawns_have_the_tree(llama: Path, tmp_path: Path)
         expected = engine.call("together", requests=[{"prompt": asked[0]}])
         found = engine.call("together", requests=[{"prompt": asked[0]}])
     assert (tokens(found), tiers(found)) == (tokens(expected), [FROM_L1])
+
+
+def test_operators_find_pin_and_warm_a_prompt_and_read_the_prefill_speed(
+    engine: TreeProcess, llama: Path, tmp_path: Path
+) -> None:
+    asked, store = prompts("operators", 8), tmp_path / "pages"
+    prompt = tmp_path / "prompt.json"
+    prompt.write_text(json.dumps(asked[0]))
+    with tempfile.TemporaryDirectory(prefix="hc-") as private, held_ports(1) as port:
+        socket = Path(private) / "engine.sock"
+
+        def ctl(*words: str) -> str:
+            command = [sys.executable, "-m", "hicache", "ctl", "--socket", str(socket), *words]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        def metric(name: str) -> float:
+            with urllib.request.urlopen(f"http://{LOOPBACK}:{port}/metrics", timeout=60) as answer:
+                lines = answer.read().decode().splitlines()
+            return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(name))
+
+        config = {"admin": {"socket": str(socket)}, "metrics": {"port": port}, **files(store)}
+        engine.begin(llama, config, max_total_tokens=4096)
+        engine.ask(asked)
+        wait_for(lambda: are_stored(asked, store))
+        assert metric("hicache_break_even_prefill_tokens_per_second") > 0
+        found = ctl("lookup", "--tokens", str(prompt))
+        assert found.count("device, file") == CACHED // PAGE_TOKENS
+        ctl("pin", "--tokens", str(prompt), "--ttl", "1h")
+        assert metric("hicache_pinned_bytes") > 0
+        engine.flush()
+        ctl("warm", "--tokens", str(prompt))
+        assert tiers(engine.ask(asked[:1])) == [{"host": CACHED}]
+        assert metric('hicache_hit_tokens_total{tier="host"}') == CACHED
