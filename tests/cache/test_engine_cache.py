@@ -93,16 +93,17 @@ class Request:
 class Engine:
     """An engine with `pages` pages on L1 whose requests compute a page per token run."""
 
-    def __init__(self, pages: int = 24, **entries: object) -> None:
+    def __init__(self, pages: int = 24, device: str = "cpu", **entries: object) -> None:
         shape = ((pages + 1) * PAGE, GEOMETRY.heads, GEOMETRY.head_dim)
-        self.regions = [[torch.zeros(shape) for _ in range(2)] for _ in range(GEOMETRY.layers)]
+        self.regions = [[torch.zeros(shape, device=device) for _ in range(2)] for _ in range(GEOMETRY.layers)]
+        self.stream = torch.cuda.current_stream() if device == "cuda" else None
         self.pages = FreeList(pages)
         config = {
             "page_size": PAGE, "host": {"tokens": 200}, "break_even": {"mode": "always"},
             "load_back_threshold_tokens": 1, "prefetch": {"policy": "wait_complete", "threshold_tokens": 1}, **entries,
         }  # fmt: skip
         cache = create_cache(
-            HiCacheConfig.model_validate(config), NAMESPACE,
+            HiCacheConfig.model_validate(config), NAMESPACE, device=device,
             device_blocks=EngineBlocks(self.regions, first=1, slots_per_block=PAGE), engine_pages=self.pages,
         )  # fmt: skip
         assert isinstance(cache, EngineCache)
@@ -145,7 +146,7 @@ class Engine:
         request = Request(rid, tokens, row, len(prefix), found.end, hits, self.key(tokens), len(prefix))
         if (transfer := cache.start_loading()) is not None:
             for layer in range(GEOMETRY.layers):
-                transfer.wait_layer(layer)
+                transfer.wait_layer(layer, self.stream)
         self.compare(request, len(prefix))
         self.running.append(request)
         return request
@@ -164,6 +165,8 @@ class Engine:
         for number in range(request.done_pages, end):
             self.write(request.row[number], self.stamp(request, number))
         request.done_pages = max(request.done_pages, end)
+        if self.stream is not None:
+            self.cache.record_fence(self.stream.record_event())
         self.share(request)
 
     def share(self, request: Request) -> None:
