@@ -46,8 +46,9 @@ from sglang.srt.mem_cache.base_prefix_cache import (
 from ...background import BackgroundTask
 from ...cache.engine_cache import EngineCache, Found, Prefix
 from ...errors import InvalidInput, InvariantError
-from ...keys import BIGRAM_BYTES, RadixKey
+from ...keys import RadixKey
 from ..sglang.running import weight_version
+from .keys import prompt_key
 from .pool import LayerWaits, SGLangPages
 from .prefill import PrefillClock
 from .views import HostFigures, Roots, rid_of, root_of, trace_of
@@ -443,19 +444,14 @@ class HiCacheTree(BasePrefixCache):
     # Inside
 
     def _key(self, tokens: array[int], extra_key: str | None, cache_salt: str | None) -> RadixKey | None:
-        """Return the key of a prompt; None if it has no whole page, or tokens that the tree cannot hold."""
-        if len(tokens) < self.page_size:
-            return None
-        try:
-            if extra_key is not None or cache_salt:
-                name = self._lora_names.resolve(extra_key)
-                self.cache.name_origin(extra_key=extra_key, cache_salt=cache_salt or None, lora_name=name)
-            if self._wide_ids:
-                seed = RadixKey.of((0,), extra_key=extra_key, cache_salt=cache_salt or None).seed
-                return RadixKey(array("q", tokens).tobytes(), seed, BIGRAM_BYTES)
-            return RadixKey.of(tokens, extra_key=extra_key, cache_salt=cache_salt or None, bigram=self.is_eagle)
-        except InvalidInput:
-            return None
+        """Return the key of a prompt; None if the tree cannot hold it."""
+        key = prompt_key(
+            tokens, extra_key, cache_salt, page_size=self.page_size, bigram=self.is_eagle, wide_ids=self._wide_ids
+        )
+        if key is not None and key.seed:
+            name = self._lora_names.resolve(extra_key)
+            self.cache.name_origin(extra_key=extra_key, cache_salt=cache_salt or None, lora_name=name)
+        return key
 
     def _nothing(self) -> Found:
         root = self.cache.root
