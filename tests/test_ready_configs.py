@@ -127,8 +127,8 @@ def test_a_file_with_a_server_carries_pages(
 
 @pytest.mark.parametrize(
     "name",
-    ["demo", "replay", "single-node-file", "vllm", "sglang", "sharded-file", "two-level-file", "memory-over-file",
-     "shared-files", "file-over-shared-files"],
+    ["demo", "replay", "single-node-file", "vllm", "sglang", "sglang-tree", "sharded-file", "two-level-file",
+     "memory-over-file", "shared-files", "file-over-shared-files"],
 )
 def test_a_file_with_directories_carries_pages(repository: Path, tmp_path: Path, name: str) -> None:
     assert carries_pages(moved(repository, f"{name}.yaml", tmp_path))

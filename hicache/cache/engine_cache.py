@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple, Unpack
 
-from ..controller import HiCacheController
+from ..controller import Acks, HiCacheController
 from ..errors import InvalidInput
 from ..events import EventStream
 from ..keys import RadixKey
@@ -277,6 +277,11 @@ class EngineCache(HiRadixCache):
         return pins > 0
 
     # Inside
+
+    def _take_in(self, acks: Acks) -> None:
+        super()._take_in(acks)
+        if acks.fault is not None and not (acks.failed_loads or self.controller.has_ranks):
+            self._untold_fault = None  # a copy to L2 failed, so L1 is whole, and the next forward need not fail
 
     def _reusable(self, key: RadixKey) -> RadixKey:
         """Return `key`: the engine has cut off the tokens that it computes."""

@@ -18,10 +18,12 @@ import torch
 from hicache.cache import EngineCache, create_cache
 from hicache.cache.engine_cache import Found, Prefix
 from hicache.config import HiCacheConfig
+from hicache.controller import HiCacheController
 from hicache.errors import ConfigError, InvalidInput
 from hicache.keys import RadixKey
-from hicache.tiers import EngineBlocks, EnginePages
-from hicache.types import NO_PAGES, PageIds
+from hicache.tiers import EngineBlocks, EnginePages, HostPool, HostWindow, KVPool
+from hicache.tiers.copy_cpu import CpuCopyEngine
+from hicache.types import NO_PAGES, Indices, PageIds
 from tests.cache.world import GEOMETRY, NAMESPACE
 from tests.seeds import seeds
 from tests.waiting import wait_for
@@ -363,6 +365,32 @@ def step(engine: Engine, draw: random.Random) -> None:
         engine.cache.pin(engine.key(tokens_of(draw.randrange(5), 4)), 60)
     elif kind < 0.98:
         engine.cache.clear()
+
+
+class _BrokenBackups(CpuCopyEngine):
+    """A copy engine that cannot copy to L2."""
+
+    def _backup_layer(self, layer: int, blocks: Indices, host_blocks: Indices) -> None:
+        raise OSError("device lost")
+
+
+def test_a_failed_copy_to_l2_ends_reuse_and_not_the_next_forward() -> None:
+    shape = (9 * PAGE, GEOMETRY.heads, GEOMETRY.head_dim)
+    regions = [[torch.zeros(shape) for _ in range(2)] for _ in range(GEOMETRY.layers)]
+    free, host = FreeList(8), HostPool(GEOMETRY, 16)
+    pool = KVPool(GEOMETRY, EngineBlocks(regions, first=1, slots_per_block=PAGE), owned=free)
+    controller = HiCacheController(host, _BrokenBackups(pool.blocks, HostWindow(host)), None)
+    with EngineCache(pool, host, controller) as cache:
+        key, pages = RadixKey.of(tokens_of(1, 2)), free.take(2)
+        assert pages is not None
+        shared = cache.share("r", key, cache.root, 0, pages)
+        assert shared.prefix.node.parent is not None
+        assert cache.drain(10)
+        assert cache.start_loading() is None
+        assert cache.find(key).device_pages == 0
+        again = free.take(1)
+        assert again is not None
+        assert cache.share("s", RadixKey.of(tokens_of(2, 1)), cache.root, 0, again).pages is NO_PAGES
 
 
 def test_settings_that_contradict_an_engine_with_its_own_slots_are_rejected() -> None:

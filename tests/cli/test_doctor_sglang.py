@@ -90,7 +90,9 @@ VALUES = {
     "hicache_host_memory_mode": ("buffer_only", "cache"), "kv_cache_dtype": ("nvfp4", "fp8_e4m3"),
     "disaggregation_decode_retraction_backup": ("host_pool", "none"), "disable_radix_cache": ("", None),
     "enable_session_radix_cache": ("", None), "enable_kv_cache_sharding": ("", None), "pp_size": ("2", "1"),
-    "attn_cp_size": ("2", "1"), "dcp_size": ("2", "1"),
+    "attn_cp_size": ("2", "1"), "dcp_size": ("2", "1"), "disaggregation_mode": ("decode", "prefill"),
+    "enable_pd_role_switch": ("", None), "enable_pdmux": ("", None), "enable_unified_memory": ("", None),
+    "kv_canary_sweep_interval": ("100", None),
 }  # fmt: skip
 
 

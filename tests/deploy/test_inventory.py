@@ -30,6 +30,7 @@ EXERCISED_BY = {
     "configs/sharded-file.yaml": f"{READY}:test_a_file_with_directories_carries_pages",
     "configs/single-node-file.yaml": f"{READY}:test_a_file_with_directories_carries_pages",
     "configs/sglang.yaml": f"{READY}:test_a_file_with_directories_carries_pages",
+    "configs/sglang-tree.yaml": f"{READY}:test_a_file_with_directories_carries_pages",
     "configs/shared-files.yaml": f"{READY}:test_a_file_with_directories_carries_pages",
     "configs/two-level-file.yaml": f"{READY}:test_a_file_with_directories_carries_pages",
     "configs/vllm.yaml": f"{READY}:test_a_file_with_directories_carries_pages",

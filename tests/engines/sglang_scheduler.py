@@ -49,7 +49,7 @@ class Forward:
         import torch  # noqa: PLC0415
         from sglang.srt.managers.utils import GenerationBatchResult  # noqa: PLC0415
 
-        self._worker.set_hicache_consumer(batch.hicache_consumer_index)
+        # As SGLang's worker for models without generation, this one does not say which load the batch waits for.
         known = [self._prefixes(*each) for each in zip(batch.reqs, batch.seq_lens_cpu.tolist(), strict=True)]
         computed = [1] * len(known) if batch.forward_mode.is_decode() else batch.extend_lens
         new = torch.cat([hashes[-count:] for hashes, count in zip(known, computed, strict=True)])

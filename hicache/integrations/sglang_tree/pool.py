@@ -13,12 +13,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, MHABufferInfo, MLABufferInfo
 
 from ...errors import ConfigError, InvariantError
 from ...geometry import DTYPE_BYTES, KVGeometry, KVLayout
-from ...tiers import EngineBlocks, Transfer, token_slots
+from ...tiers import EngineBlocks, Transfer
 from ...tiers.device import known_device
 from ...tiers.upload import upload
 from ...types import PageIds
@@ -35,6 +36,7 @@ class SGLangPages:
         self._allocator = allocator
         self._device = known_device(allocator.device)
         self._page_size = int(allocator.page_size)
+        self._offsets = torch.arange(self._page_size, device=self._device)
         self.first = 1
         self.capacity = int(allocator.size) // self._page_size
         self.used_pages = 0
@@ -96,7 +98,8 @@ class SGLangPages:
 
     def slots_of(self, pages: PageIds) -> torch.Tensor:
         """Return the slots of all tokens of `pages`, int64 `[pages * page_size]`, on the device."""
-        return upload(token_slots(pages, self._page_size), self._device)
+        ids = upload(pages.astype(np.int64), self._device)
+        return (ids[:, None] * self._page_size + self._offsets).view(-1)
 
 
 class LayerWaits:

@@ -19,18 +19,22 @@ _SAMPLES_MAX = 8
 
 
 class Prefilled(Protocol):
-    """The used fields of SGLang's request: a step computes its tokens from `prefix_len` to `extend_end`."""
+    """The used fields of SGLang's request: a step computes its tokens from `prefix_len` to `extend_end`, which is None
+    after a retraction."""
 
     prefix_len: int
-    extend_end: int
+    extend_end: int | None
 
 
 class PrefillClock:
-    """Calls `record(tokens, seconds)` for each sample. `stream` is that of the forwards, None on a CPU."""
+    """Calls `record(tokens, seconds)` for each sample. `event` records a timed event after the queued forwards; None on
+    a CPU."""
 
-    def __init__(self, record: Callable[[int, float], None], stream: torch.cuda.Stream | None = None) -> None:
+    def __init__(
+        self, record: Callable[[int, float], None], event: Callable[[], torch.cuda.Event] | None = None
+    ) -> None:
         self._record = record
-        self._stream = stream
+        self._event = event
         self._requests: list[Prefilled] = []
         self._tokens = 0
         self._began: Any = None
@@ -42,7 +46,7 @@ class PrefillClock:
 
     def begins(self, *, loads: bool) -> None:
         """Note that the batch is complete. `loads`: its forward waits for a load, so it is not a sample."""
-        tokens = sum(max(0, one.extend_end - one.prefix_len) for one in self._requests)
+        tokens = sum(max(0, (one.extend_end or 0) - one.prefix_len) for one in self._requests)
         self._requests.clear()
         self._tokens = 0 if loads else tokens
         self._began = self._now() if self._tokens else None
@@ -56,14 +60,10 @@ class PrefillClock:
             self._record(self._samples.popleft()[0], seconds)
 
     def _now(self) -> Any:
-        if self._stream is None:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event
+        return time.perf_counter() if self._event is None else self._event()
 
     def _seconds(self, began: Any, ended: Any) -> float | None:
         """Return the time between two points, None if it is not known yet."""
-        if self._stream is None:
+        if self._event is None:
             return float(ended - began)
         return began.elapsed_time(ended) / 1000 if ended.query() else None

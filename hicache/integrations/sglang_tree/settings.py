@@ -52,6 +52,11 @@ REFUSED = (
     Refusal("dcp_size", _is_many, f"context parallelism is not supported; {USE_OWN_TREE}"),
     Refusal("enable_kv_cache_sharding", _is_set, f"interleaved pages are not supported; {USE_OWN_TREE}"),
     Refusal("hicache_host_memory_mode", "buffer_only".__eq__, "our host memory is a cache; remove it"),
+    Refusal("disaggregation_mode", "decode".__eq__, f"a decode engine is not supported; {USE_OWN_TREE}"),
+    Refusal("enable_pd_role_switch", _is_set, f"a decode engine is not supported; {USE_OWN_TREE}"),
+    Refusal("enable_pdmux", _is_set, f"its event loop does not poll the tree; {USE_OWN_TREE}"),
+    Refusal("enable_unified_memory", _is_set, f"pages that move are not supported; {USE_OWN_TREE}"),
+    Refusal("kv_canary_sweep_interval", _is_set, "it needs SGLang's own tree; remove it"),
     Refusal("disaggregation_decode_retraction_backup", "host_pool".__eq__, "it needs SGLang's own host pool; use none"),
     Refusal("enable_session_radix_cache", _is_set, "it needs SGLang's own tree; remove it"),
     Refusal(

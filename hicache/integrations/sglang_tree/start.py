@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
-from sglang.srt.runtime_context import get_memory, get_parallel
+from sglang.srt.runtime_context import get_memory, get_parallel, get_schedule
 
 from ...admin import serve_configured as serve_admin
 from ...cache import create_cache
@@ -77,10 +77,10 @@ def build_tree(context: TreeCacheBuildContext) -> HiCacheTree:
         cache.close()
 
     atexit.register(close)
-    stream = context.tp_worker.model_runner.forward_stream if blocks.device.type == "cuda" else None
     return HiCacheTree(
-        params, cache, pages, waits, PrefillClock(cache.record_prefill, stream),
-        wide_ids=_has_wide_ids(context), fence=None if stream is None else _fences(stream),
+        params, cache, pages, waits,
+        PrefillClock(cache.record_prefill, _events_of_forwards(context, blocks.device, timed=True)),
+        wide_ids=_has_wide_ids(context), fence=_events_of_forwards(context, blocks.device, timed=False),
         next_epoch=_epochs(WeightsWatch.of_worker(context.tp_worker), params.tp_cache_group),
         take_events=_events(context, config, cache), close=close,
     )  # fmt: skip
@@ -221,10 +221,18 @@ def _register_waits(context: TreeCacheBuildContext, waits: LayerWaits, pool: Any
     context.tp_worker.register_hicache_layer_transfer_counter(waits)
 
 
-def _fences(stream: torch.cuda.Stream) -> Callable[[], torch.cuda.Event]:
-    def fence() -> torch.cuda.Event:
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(stream)
+def _events_of_forwards(
+    context: TreeCacheBuildContext, device: torch.device, *, timed: bool
+) -> Callable[[], torch.cuda.Event] | None:
+    """Return a function that records an event after the forwards that SGLang has queued: on the stream of its forwards,
+    or without overlap scheduling on that of its scheduler, which is the current one. None on a CPU."""
+    if device.type != "cuda":
+        return None
+    stream = None if get_schedule().disable_overlap_schedule else context.tp_worker.model_runner.forward_stream
+
+    def record() -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+        event.record(stream or torch.cuda.current_stream(device))
         return event
 
-    return fence
+    return record

@@ -274,12 +274,15 @@ class HiCacheTree(BasePrefixCache):
         transfer = self.cache.start_loading()
         self._has_computed = True
         self._prefill.begins(loads=transfer is not None)
-        return -1 if transfer is None else self._waits.add(transfer)
+        number = -1 if transfer is None else self._waits.add(transfer)
+        self._waits.set_consumer(number)  # SGLang's workers do not for models without generation; this forward is next
+        return number
 
     def flush_pending_backups(self) -> None:
         """Note the end of a step with a batch."""
         self._has_computed = True
-        self._prefill.ended()
+        if self._fence is None:  # on a device, the next forward may be queued only after this call
+            self._prefill.ended()
 
     def check_hicache_events(self) -> None:
         """Take in what has ended, and start what waits. Rests if the step before has computed nothing."""
@@ -356,8 +359,7 @@ class HiCacheTree(BasePrefixCache):
         request, found = matched.request, matched.found
         self._prefill.add(request)
         if not matched.is_loaded:
-            device_pages = min(found.device_pages, request.prefix_len // self.page_size)
-            found = Found(found.device, device_pages, found.device, 0)
+            found = Found(request.last_node, request.prefix_len // self.page_size, request.last_node, 0)
         self.cache.begin(rid, matched.key, found, priority=request.priority or 0)
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
@@ -377,9 +379,9 @@ class HiCacheTree(BasePrefixCache):
     def clear_storage_backend(self) -> bool:
         """Remove the stored pages of these weights, for all engines that use them, on a thread. Return False without
         open storage."""
+        self.cache.tree.stored.forget_all()  # on each rank, also on one whose storage is not open yet
         if self.cache.controller.backend is None:
             return False
-        self.cache.tree.stored.forget_all()
         self._cleaner.wake()
         return True
 
