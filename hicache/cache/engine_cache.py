@@ -221,8 +221,10 @@ class EngineCache(HiRadixCache):
         """Free `pages` pages of L1 for the engine. Return how many are free more than before; fewer only if too few
         could be evicted at the call, and no copy to L2 in flight unlocks more.
 
-        Blocks while pages must be copied to L2 first. If pages that could be evicted are still held then, prefetches
-        and pins end, and at last stores are waited for: they hold the pages above them in the tree.
+        Blocks while pages must be copied to L2 first. Then prefetches end that alone lock pages of L1: arriving pages
+        may have moved their lock to pages that the engine has counted. If pages that could be evicted at the call are
+        still held, arrived pages and pins are not held any more, and at last stores are waited for, which hold the
+        pages above them in the tree.
         """
         self.caller.require()
         held, before, promised = self._pages, self._pages.used_pages, self.tree.device_evictable_pages
@@ -233,6 +235,8 @@ class EngineCache(HiRadixCache):
                 if self._l1.evict(max(0, short - self._l1.writeback_pages)).freed_pages:
                     continue
                 if self._await(lambda: self._l1.copies_in_flight[0], until_s):
+                    continue
+                if self._prefetcher.give_way():
                     continue
                 if before - held.used_pages >= promised:
                     break
@@ -263,13 +267,9 @@ class EngineCache(HiRadixCache):
         return self._l2.stores_in_flight if self.tree.device_evictable_pages else 0
 
     def _give_way(self) -> bool:
-        """End what holds or locks pages of L1 for requests that have not begun, or for operators. Return False if there
-        is nothing."""
+        """End what holds pages of L1 for requests that have not begun, or for operators. Return False if there is
+        nothing."""
         if self._prefetcher.chunked.release_arrived():
-            return True
-        if rids := self._prefetcher.active():
-            for rid in rids:
-                self._prefetcher.abort(rid)
             return True
         pins = len(self._pins.active)
         self._pins.clear()

@@ -46,7 +46,7 @@ from ..controller import PREFETCH_S_MAX, HiCacheController, Lookup, Read
 from ..errors import InvariantError
 from ..histogram import BOUNDS_S, Histogram
 from ..keys import RadixKey
-from ..radix import Match
+from ..radix import Match, Node
 from ..types import PageIds
 from .break_even import BreakEven, Route
 from .chunked_prefetch import ChunkedPrefetch
@@ -230,9 +230,23 @@ class Prefetcher:
             self._take(prefetch)
         return 0 if prefetch is None else prefetch.arrived_pages
 
-    def active(self) -> list[str]:
-        """Return the ids of the requests whose prefetch may still bring pages."""
-        return [prefetch.rid for prefetch in self._table.all() if prefetch.state not in NOT_AWAITED]
+    def give_way(self) -> bool:
+        """Stop the prefetches that alone lock pages on L1. Return False if there are none."""
+        by_end: dict[Node, list[Prefetch]] = {}
+        for prefetch in self._table.all():
+            if prefetch.fetch is not None and prefetch.fetch.anchor is not None:
+                by_end.setdefault(prefetch.fetch.anchor, []).append(prefetch)
+        stopped = False
+        for node, prefetches in by_end.items():
+            alone, part = node.lock_ref == len(prefetches), node
+            while alone and part.device is None and part.parent is not None:
+                part = part.parent
+                alone = part.lock_ref == 1
+            if alone and part.parent is not None:
+                for prefetch in prefetches:
+                    self._stop(prefetch)
+                stopped |= node.lock_ref == 0
+        return stopped
 
     def cancel_all(self) -> None:
         """Stop all prefetches; their pages no longer enter the tree."""

@@ -7,7 +7,7 @@ step the cache is consistent, and each page is free, the tree's or a request's.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -15,16 +15,19 @@ import numpy as np
 import pytest
 import torch
 
+from hicache.backends.base import GetOutcome
+from hicache.backends.storage import Storage
 from hicache.cache import EngineCache, create_cache
 from hicache.cache.engine_cache import Found, Prefix
 from hicache.config import HiCacheConfig
 from hicache.controller import HiCacheController
 from hicache.errors import ConfigError, InvalidInput
+from hicache.frame import PageBuffer
 from hicache.keys import RadixKey
 from hicache.tiers import EngineBlocks, EnginePages, HostPool, HostWindow, KVPool
 from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import NO_PAGES, Indices, PageIds
-from tests.cache.world import GEOMETRY, NAMESPACE
+from tests.cache.world import GEOMETRY, NAMESPACE, GatedBackend
 from tests.seeds import seeds
 from tests.waiting import wait_for
 
@@ -367,6 +370,57 @@ def step(engine: Engine, draw: random.Random) -> None:
         engine.cache.clear()
 
 
+def build(
+    pages: int, copies: type[CpuCopyEngine], backend: Storage | None = None, **entries: object
+) -> tuple[FreeList, EngineCache]:
+    """Return a cache without a configured store, and the free list of its engine."""
+    shape = ((pages + 1) * PAGE, GEOMETRY.heads, GEOMETRY.head_dim)
+    regions = [[torch.zeros(shape) for _ in range(2)] for _ in range(GEOMETRY.layers)]
+    free, host = FreeList(pages), HostPool(GEOMETRY, 2 * pages)
+    pool = KVPool(GEOMETRY, EngineBlocks(regions, first=1, slots_per_block=PAGE), owned=free)
+    config = HiCacheConfig.model_validate({"page_size": PAGE, **entries})
+    controller = HiCacheController(host, copies(pool.blocks, HostWindow(host)), backend, config)
+    return free, EngineCache(pool, host, controller)
+
+
+class _BatchByBatch(GatedBackend):
+    """A store that reads one batch for each `reads.set()`."""
+
+    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
+        outcomes = super().batch_get(keys, pages, deadline=deadline)
+        self.reads.clear()
+        return outcomes
+
+
+def test_a_prefetch_gives_way_that_has_locked_pages_which_the_engine_counted() -> None:
+    """Pages that arrive from storage can be on L1 by then, computed by another request. The prefetch locks them."""
+    prefetch = {"threshold_tokens": 1, "policy": "wait_complete"}
+    store, key = _BatchByBatch(), RadixKey.of(tokens_of(1, 6))
+    batches = {"storage_batch_pages": 4}
+    free, cache = build(8, CpuCopyEngine, store, write_policy="write_back", prefetch=prefetch, transfer=batches)
+    with cache:
+
+        def compute(rid: str) -> None:
+            pages = free.take(6)
+            assert pages is not None
+            cache.share(rid, key, cache.root, 0, pages)
+
+        compute("first")
+        assert cache.make_room(6) == 6 and cache.drain(10)
+        cache.clear()
+        store.reads.clear()
+        store.entered.clear()
+        assert cache.prefetch_from_storage("waits", key)
+        wait_for(store.entered.is_set, cache.poll)
+        compute("second")
+        assert cache.tree.device_evictable_pages == 6
+        store.reads.set()
+        wait_for(lambda: cache.take_so_far("waits") == 4, cache.poll)
+        assert cache.tree.device_evictable_pages == 2
+        assert cache.make_room(6) == 6
+        store.reads.set()
+
+
 class _BrokenBackups(CpuCopyEngine):
     """A copy engine that cannot copy to L2."""
 
@@ -375,12 +429,8 @@ class _BrokenBackups(CpuCopyEngine):
 
 
 def test_a_failed_copy_to_l2_ends_reuse_and_not_the_next_forward() -> None:
-    shape = (9 * PAGE, GEOMETRY.heads, GEOMETRY.head_dim)
-    regions = [[torch.zeros(shape) for _ in range(2)] for _ in range(GEOMETRY.layers)]
-    free, host = FreeList(8), HostPool(GEOMETRY, 16)
-    pool = KVPool(GEOMETRY, EngineBlocks(regions, first=1, slots_per_block=PAGE), owned=free)
-    controller = HiCacheController(host, _BrokenBackups(pool.blocks, HostWindow(host)), None)
-    with EngineCache(pool, host, controller) as cache:
+    free, cache = build(8, _BrokenBackups)
+    with cache:
         key, pages = RadixKey.of(tokens_of(1, 2)), free.take(2)
         assert pages is not None
         shared = cache.share("r", key, cache.root, 0, pages)
