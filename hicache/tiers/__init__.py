@@ -3,7 +3,7 @@
 from ..arguments import instance
 from ..config import TransferConfig
 from ..errors import InvalidInput
-from .allocator import EnginePages, PageAllocator, PagePool, require_pages
+from .allocator import EnginePages, PageAllocator, PagePool, PageSource, require_pages
 from .blocks import EngineBlocks
 from .copy import CopyEngine, FailedTransfer, Fence, JoinedTransfer, Transfer
 from .device import (
@@ -16,7 +16,7 @@ from .device import (
 )
 from .host import HostPool, HostWindow
 from .shared import SharedHostPool
-from .token_allocator import PagedTokenToKVPoolAllocator, PageSource, TokenToKVPoolAllocator
+from .token_allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 
 __all__ = [
     "CopyEngine",

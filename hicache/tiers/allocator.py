@@ -22,8 +22,9 @@ _USED = np.int32(-1)
 _PAGE_ID = np.dtype(np.int32)
 
 
-class PagePool(Protocol):
-    """The pages of one pool: a `PageAllocator`, or an engine's own free list (`EnginePages`)."""
+@runtime_checkable
+class PageSource(Protocol):
+    """The source of pages: a `PageAllocator`, or a cache (`HiRadixCache.page_source`), which evicts to make room."""
 
     @property
     def first(self) -> int:
@@ -31,11 +32,24 @@ class PagePool(Protocol):
 
     @property
     def capacity(self) -> int:
-        """The number of pages."""
+        """The number of pages in the pool."""
 
     @property
     def free_pages(self) -> int:
         """The number of pages that can be allocated now."""
+
+    def alloc(self, count: int) -> PageIds | None:
+        """Return `count` pages, or None if there is no room; evictions that were made remain."""
+
+    def free(self, pages: PageIds) -> None:
+        """Free pages. Raises InvariantError if a page is not in use."""
+
+    def free_group(self) -> AbstractContextManager[None]:
+        """Collect all frees inside the block and apply them at its end."""
+
+
+class PagePool(PageSource, Protocol):
+    """The pages of one pool: a `PageAllocator`, or an engine's own free list (`EnginePages`)."""
 
     @property
     def used_pages(self) -> int:
@@ -44,15 +58,6 @@ class PagePool(Protocol):
     @property
     def group_open(self) -> bool:
         """True if a free group is open: pages freed now become free only when it ends."""
-
-    def alloc(self, count: int) -> PageIds | None:
-        """Return `count` pages as a new int32 array, or None if fewer are free. Atomic: None changes nothing."""
-
-    def free(self, pages: PageIds) -> None:
-        """Free pages that are held. Raises InvariantError if fewer are."""
-
-    def free_group(self) -> AbstractContextManager[None]:
-        """Collect all frees inside the block and apply them at its end."""
 
     def check(self) -> None:
         """Raise InvariantError if the free list is inconsistent."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -21,38 +21,13 @@ import torch
 from ..arguments import instance, whole
 from ..errors import InvalidInput, InvariantError
 from ..types import PageIds
+from .allocator import PageSource
 from .device import known_device, token_slots
 from .upload import upload
 
 Lengths = npt.NDArray[np.int64]
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
-
-
-@runtime_checkable
-class PageSource(Protocol):
-    """The source of pages: a `PageAllocator`, or a cache (`HiRadixCache.page_source`), which evicts to make room."""
-
-    @property
-    def first(self) -> int:
-        """The smallest page id."""
-
-    @property
-    def capacity(self) -> int:
-        """The number of pages in the pool."""
-
-    @property
-    def free_pages(self) -> int:
-        """The number of pages that can be allocated now."""
-
-    def alloc(self, count: int) -> PageIds | None:
-        """Return `count` pages, or None if there is no room; evictions that were made remain."""
-
-    def free(self, pages: PageIds) -> None:
-        """Free pages. Raises InvariantError if a page is not in use."""
-
-    def free_group(self) -> AbstractContextManager[None]:
-        """Collect all frees inside the block and apply them at its end."""
 
 
 class SlotKernels(Protocol):
