@@ -39,7 +39,7 @@ class PageSource(Protocol):
         """The number of pages that can be allocated now."""
 
     def alloc(self, count: int) -> PageIds | None:
-        """Return `count` pages, or None if there is no room; evictions that were made remain."""
+        """Return `count` pages, or None if there is no room. Evictions are not undone then."""
 
     def free(self, pages: PageIds) -> None:
         """Free pages. Raises InvariantError if a page is not in use."""

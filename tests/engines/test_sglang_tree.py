@@ -15,6 +15,7 @@ import urllib.request
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,7 +25,7 @@ from tests.listening import held_ports
 from tests.waiting import wait_for
 
 from .model import save_model
-from .process import EngineProcess
+from .process import EngineFailed, EngineProcess
 from .prompts import prompts, write_config
 from .sglang_engine import PAGE_TOKENS, SPAWNS, tree_environ, tree_options
 from .sglang_tree import CACHED, TreeProcess, files, push_out, tiers, tokens
@@ -256,3 +257,17 @@ def test_operators_find_pin_and_warm_a_prompt_and_read_the_prefill_speed(
         ctl("warm", "--tokens", str(prompt))
         assert tiers(engine.ask(asked[:1])) == [{"host": CACHED}]
         assert metric('hicache_hit_tokens_total{tier="host"}') == CACHED
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        ({"enable_hierarchical_cache": False}, "without it SGLang does not load from host memory; set it"),
+        ({"hicache_storage_backend_extra_config": '{"confg": "x"}'}, "'confg' is not an option of HiCache"),
+    ],
+)
+def test_a_setting_that_the_tree_cannot_have_is_refused_with_what_to_do(
+    flags: dict[str, Any], line: str, llama: Path, tmp_path: Path
+) -> None:
+    with TreeProcess(tmp_path) as process, pytest.raises(EngineFailed, match=line):
+        process.begin(llama, files(tmp_path / "pages"), **flags)

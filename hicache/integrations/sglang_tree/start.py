@@ -26,7 +26,7 @@ from ...geometry import KVGeometry, KVLayout
 from ...keys import Namespace
 from ...metrics.families import cache_collector
 from ...metrics.server import serve_collector
-from ..options import engine_config
+from ..options import engine_config, known_options
 from ..sglang.running import OPTIONS, running_engine
 from .events import TreeEvents
 from .pool import DraftWaits, LayerWaits, SGLangPages, device_blocks, device_layers
@@ -52,6 +52,7 @@ def build_tree(context: TreeCacheBuildContext) -> HiCacheTree:
     pool, drafts = allocator.get_kvcache(), params.mtp_draft_device_pools
     geometry, layers = device_layers(pool, drafts)
     extra = _extra_of(get_memory().hicache_storage_backend_extra_config)
+    known_options(OPTIONS, extra, frozenset({"config", "model"}))
     config = _config_of(engine_config(OPTIONS, extra, params.page_size, whole_page=True), context)
     blocks = device_blocks(layers, params.page_size)
     namespace = _namespace(extra, config, geometry, wide_ids=_has_wide_ids(context))
