@@ -1,17 +1,21 @@
 """Break-even: decides whether fetching a hit from a slower tier takes less time than computing it.
 
-Computing a hit of n tokens takes n / prefill speed. Fetching it takes, for each tier on the way, a fixed time (a round
-trip, a launch) and bytes / bandwidth: a load crosses the bus, a prefetch goes through storage and then crosses the bus.
-All of it is measured while the engine runs, and a hit is fetched if
+Computing a hit of n tokens takes C = n / prefill speed. Fetching it takes F: for each tier on the way, a fixed time (a
+round trip, a launch) and bytes / bandwidth, and before that the reads ahead of it. A load crosses the bus, a prefetch
+goes through storage and then crosses the bus. All of it is measured while the engine runs. A hit is fetched if
 
-    fetching <= margin x computing
+    F <= Q + margin x C + a/2 x C^2
 
-A page is stored if a hit on it could pay: if fetching a prefix of it, of any length and so without the fixed times, is
-not slower than computing. A slower store would cost bandwidth for nothing.
+Q is the time that its request waits for the device anyway (`ComputeQueue`); reading costs nothing meanwhile. With `a`
+arrivals per second, a x C requests arrive while the device computes, and wait for half of C on average: a fetch spares
+them that. For a load Q and a are 0: its request is at its turn.
 
-Overlap with compute is ignored, so the estimate is conservative: a load overlaps with the layers that compute, a
-prefetch with the requests before it. To free the device for other requests, even if a single one takes longer, raise
-the margin.
+If a whole hit does not pay, its first pages may: those for which F <= Q + margin x C, if a longer hit is worse.
+
+A page is stored if a fetch of the prompt up to it would pay, without the fixed times and with the median Q of the last
+prefetches: a slow store is worth writing to while requests wait.
+
+The bandwidth of a tier is that of all its transfers together, see `observe_transfer`.
 
 Each speed is a line through the last few operations (`RateEstimator`). While a speed is unknown, hits are fetched in
 order to measure it. While hits are refused, one in `probe_every` is fetched nevertheless, so that a tier that was slow
@@ -77,6 +81,7 @@ class Decision(enum.StrEnum):
     """Whether to fetch a hit, or to store a run, and the reason."""
 
     PAYS = "pays"
+    PARTLY = "partly"  # the first pages pay
     TOO_SLOW = "too_slow"  # refused
     CALIBRATION = "calibration"  # prefill speed is unknown: refused, in order to measure it
     UNMEASURED = "unmeasured"  # a speed is unknown: fetched, in order to measure it
@@ -87,6 +92,18 @@ class Decision(enum.StrEnum):
     def go(self) -> bool:
         """True for fetching or storing."""
         return self is not Decision.TOO_SLOW and self is not Decision.CALIBRATION
+
+
+class Ahead(NamedTuple):
+    """What is ahead of a hit: its request waits `wait_s` seconds for the device anyway, and `pages` pages are read
+    first. `arrivals_per_s` are the requests that arrive."""
+
+    wait_s: float = 0.0
+    pages: int = 0
+    arrivals_per_s: float = 0.0
+
+
+NOTHING_AHEAD = Ahead()
 
 
 class Rates(NamedTuple):
@@ -133,9 +150,9 @@ class RateEstimator:
         self.given = given is not None
         self._line = None if given is None else Line(0.0, 1 / given)
         self._is_current = True
-        self._seen: deque[tuple[int, float]] = deque(maxlen=WINDOW)  # (units, seconds)
+        self._seen: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (units, seconds)
 
-    def observe(self, units: int, seconds: float) -> None:
+    def observe(self, units: float, seconds: float) -> None:
         """Record one operation. Operations of size or time zero are ignored."""
         if self.given or units <= 0 or not 0 < seconds < math.inf:
             return
@@ -209,11 +226,18 @@ class BreakEven:
         self._agreed = self._measured
         self._given_rates: tuple[int, ...] = ()
         self._seconds: dict[Route, tuple[float, float] | None] = {}
+        self._waits_s: deque[float] = deque(maxlen=WINDOW)  # of the last prefetches
         self.use_rates(self._measured)
 
-    def observe_transfer(self, route: Route, pages: int, seconds: float) -> None:
-        """Record the time of a copy of `route`, without its time in queues."""
-        self._tiers[route].observe(pages * self._page_bytes, seconds)
+    def observe_transfer(self, route: Route, pages: int, seconds: float, charged_s: float = 0.0) -> None:
+        """Record the time of a copy of `route`, without its time in queues.
+
+        `charged_s` is its share of that time, if copies overlap and divide it among them. The tier has then moved
+        seconds / charged_s times its bytes meanwhile, and one copy, several at once, large and small ones all show the
+        same bandwidth and the same fixed time.
+        """
+        overlap = seconds / charged_s if 0 < charged_s < seconds else 1.0
+        self._tiers[route].observe(overlap * pages * self._page_bytes, seconds)
         self._measured = None
 
     def observe_prefill(self, tokens: int, seconds: float) -> None:
@@ -240,12 +264,32 @@ class BreakEven:
         # Without the fixed times, because the page may later be fetched as part of a long prefix.
         self._seconds = {Route.LOAD: load, Route.PREFETCH: both, Route.STORE: None if both is None else (0.0, both[1])}
 
-    def decide(self, route: Route, tokens: int, pages: int) -> Decision:
-        """Decide whether to fetch or store `tokens` tokens, which are `pages` pages; count the decision.
+    @property
+    def prefill_tokens_per_s(self) -> int:
+        """The speed of computing that decisions use, 0 if it is unknown."""
+        return self._agreed.prefill_tokens_per_s
+
+    @property
+    def usual_wait_s(self) -> float:
+        """How long the requests of the last prefetches waited for the device, as their median; 0 before the first."""
+        return statistics.median(self._waits_s) if self._waits_s else 0.0
+
+    def fetch_s(self, pages: int) -> float | None:
+        """Return the seconds for fetching pages from storage; None while a speed is unknown."""
+        seconds = self._seconds[Route.PREFETCH]
+        return None if seconds is None else seconds[0] + pages * seconds[1]
+
+    def decide(
+        self, route: Route, tokens: int, pages: int, ahead: Ahead = NOTHING_AHEAD, part_pages: float = math.inf
+    ) -> Decision:
+        """Decide whether to fetch or store `tokens` tokens, which are `pages` pages; count the decision. A part of at
+        least `part_pages` pages may be fetched, see `paying_pages`.
 
         REQUIRES: under several ranks all call it in the same order with the same arguments.
         """
-        decision = self.would(route, tokens, pages)
+        decision = self.would(route, tokens, pages, ahead, part_pages)
+        if route is Route.PREFETCH:
+            self._waits_s.append(ahead.wait_s)
         self._refused[route] = 0 if decision.go else self._refused[route] + 1
         self._decisions[route, decision] += 1
         if decision is Decision.UNMEASURED and route is not Route.STORE:
@@ -254,7 +298,9 @@ class BreakEven:
             self._unmeasured = 0
         return decision
 
-    def would(self, route: Route, tokens: int, pages: int) -> Decision:
+    def would(
+        self, route: Route, tokens: int, pages: int, ahead: Ahead = NOTHING_AHEAD, part_pages: float = math.inf
+    ) -> Decision:
         """Return what `decide` would return. Changes nothing."""
         if route in self._always:
             return Decision.OVERRIDDEN
@@ -268,9 +314,30 @@ class BreakEven:
             calibrations = sum(self._decisions[each, Decision.CALIBRATION] for each in Route)
             due = self._unmeasured + 1 >= self._probe_every and calibrations < CALIBRATIONS_MAX
             return Decision.CALIBRATION if due and may_refuse else Decision.UNMEASURED
-        if seconds[0] + pages * seconds[1] <= self._margin * tokens / prefill_tokens_per_s:
+        compute_s = tokens / prefill_tokens_per_s
+        spared_s = self._margin * compute_s + ahead.arrivals_per_s / 2 * compute_s * compute_s
+        if self._late_s(seconds, ahead) + pages * seconds[1] <= spared_s:
             return Decision.PAYS
+        if self.paying_pages(tokens, pages, ahead) >= part_pages:
+            return Decision.PARTLY
         return Decision.TOO_SLOW if may_refuse else Decision.PROBE
+
+    def paying_pages(self, tokens: int, pages: int, ahead: Ahead) -> int:
+        """Return how many of the first pages pay if the whole hit does not: more of them would make the request later
+        than computing does. REQUIRES: the speeds are known."""
+        seconds, prefill_tokens_per_s = self._seconds[Route.PREFETCH], self._agreed.prefill_tokens_per_s
+        if seconds is None or not prefill_tokens_per_s:
+            return pages
+        lost_s = seconds[1] - self._margin * tokens / pages / prefill_tokens_per_s
+        early_s = -self._late_s(seconds, ahead)
+        return min(pages, int(early_s / lost_s)) if early_s > 0 and lost_s > 0 else 0
+
+    def _late_s(self, seconds: tuple[float, float], ahead: Ahead) -> float:
+        """Return how long after the turn of its request a fetch begins to move bytes; below zero if before it."""
+        read_s = 0.0
+        if ahead.pages and self._agreed.storage_bytes_per_s:
+            read_s = ahead.pages * self._page_bytes / self._agreed.storage_bytes_per_s
+        return seconds[0] + read_s - ahead.wait_s
 
     def statistics(self) -> BreakEvenStatistics:
         """Return a snapshot, with 0 for decisions that were never taken."""

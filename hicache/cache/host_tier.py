@@ -33,7 +33,7 @@ from ..logs import LimitedLog
 from ..radix import Node, RadixTree, may_leave_host, may_lose_copy
 from ..tiers import HostPool
 from ..types import PageIds
-from .break_even import BreakEven, Route
+from .break_even import Ahead, BreakEven, Route
 from .statistics import CacheCounters
 from .trees import Trees, require_conservation
 
@@ -283,19 +283,23 @@ class HostTier:
 
     def _is_worth(self, node: Node) -> bool:
         tree = self._trees.current
-        return tree.stores_on_host or self._break_even.would(Route.STORE, *self._size(node)).go
+        return tree.stores_on_host or self._break_even.would(Route.STORE, *self._fetch_of(node)).go
 
     def _pays(self, node: Node) -> bool:
         """Return True if a hit on `node` could pay. A run that continues one in flight is stored with it."""
-        if self._trees.current.stores_on_host or self._break_even.decide(Route.STORE, *self._size(node)).go:
+        if self._trees.current.stores_on_host or self._break_even.decide(Route.STORE, *self._fetch_of(node)).go:
             return True
         self._counters.skipped["store_does_not_pay"] += 1
         return False
 
-    def _size(self, node: Node) -> tuple[int, int]:
-        """Return the tokens and pages of a run."""
-        pages = self._trees.current.pages(node)
-        return pages * self._trees.current.page_size, pages
+    def _fetch_of(self, node: Node) -> tuple[int, int, Ahead]:
+        """Return the tokens and pages of the prompt up to the end of a run, and what would be ahead of a fetch of them,
+        as for the last prefetches."""
+        tree, pages = self._trees.current, 0
+        while node.parent is not None:
+            pages += tree.pages(node)
+            node = node.parent
+        return pages * tree.page_size, pages, Ahead(self._break_even.usual_wait_s)
 
     def stored(self, store: Store) -> None:
         """Handle the end of a store. If a page is missing, its next use tries again."""

@@ -9,10 +9,17 @@ Pages that are still being read stay reserved until the read has really ended.
     wait_complete  it waits for all pages that storage has, up to `PREFETCH_S_MAX`
     timeout        it waits for a time that grows with the number of missing pages
 
-The time starts when the engine first asks (`ready`), and counts in the steps in which it asks: the request could run
-then. It bounds the wait and not the prefetch, which continues until the request begins, also while the device has no
-room. When the time is over, an operation in flight is still awaited until a poll could have seen its end: a late poll
-costs no hits.
+The time starts when the engine first asks (`ready`), and counts in the steps in which it asks and L1 has room: the
+request could run then. It bounds the wait and not the prefetch, which continues until the request begins, also while
+the device has no room.
+
+A prefetch starts when its request is among the first that wait, or when its turn is near, compared with the time for
+fetching: pages that arrive long before their request would only take room on L2. While the first requests wait, they
+are looked up again: L1 and L2 may have evicted their pages since, and other requests may have stored more of them.
+Nothing waits for such a lookup.
+
+When the time is over, an operation in flight is still awaited until a poll could have seen its end: a late poll costs
+no hits.
 
 A prefetch that cannot start waits (`waiting`) in order of arrival, for an operation or while storage is paused. After a
 sufficient lookup, it waits while other prefetches hold the L2 room that it needs: they are reading, or their pages have
@@ -38,6 +45,7 @@ Called by the scheduler thread alone; no lock.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 from .. import tracing
 from ..arguments import instance
@@ -48,8 +56,9 @@ from ..histogram import BOUNDS_S, Histogram
 from ..keys import RadixKey
 from ..radix import Match, Node
 from ..types import PageIds
-from .break_even import BreakEven, Route
+from .break_even import Ahead, BreakEven, Decision, Route
 from .chunked_prefetch import ChunkedPrefetch
+from .compute_queue import ComputeQueue
 from .host_tier import HostTier
 from .leaders import Leaders, judge, outcome, shares_verdict
 from .prefetch_share import PrefetchShare
@@ -61,6 +70,12 @@ from .trees import Trees
 WAITING_MAX = 4096
 # How many waiting requests a step checks: each costs a lookup in the tree, about ten microseconds.
 TRIES_PER_STEP = 32
+# A prefetch starts when its turn comes in less than this, and the time for fetching its whole prompt twice.
+EARLY_S = 2.0
+LEAD = 2
+# How many of the waiting requests are looked up at once and again, and how often at most.
+FIRST = 8
+AGAIN_S = 1.0
 
 
 class Prefetcher:
@@ -77,6 +92,7 @@ class Prefetcher:
         controller: HiCacheController,
         counters: CacheCounters,
         break_even: BreakEven,
+        queue: ComputeQueue,
     ) -> None:
         self._trees = trees
         self._host = host
@@ -85,6 +101,7 @@ class Prefetcher:
         self._config = controller.config.prefetch
         self._counters = counters
         self._break_even = break_even
+        self._queue = queue
         self._arrivals = 0
         self._table = PrefetchTable()
         self._operations: dict[Lookup | Read, Prefetch] = {}
@@ -92,6 +109,8 @@ class Prefetcher:
         self._share = PrefetchShare(host, controller)
         self.chunked = ChunkedPrefetch(self._table, self._share)
         self.wait = Histogram(BOUNDS_S)  # of requests, from the first `ready` until they may begin
+        # Whether L1 may have room for a prompt; the cache that owns L1 sets it.
+        self.has_room: Callable[[RadixKey], bool] = lambda key: True
 
     # Requests
 
@@ -109,13 +128,15 @@ class Prefetcher:
         if self._share.pages_max == 0:
             return self._skip("prefetch_host_share")
         tree = self._trees.current
-        match = tree.match(key)
-        missing_pages = key.pages(tree.page_size) - match.pages
-        if missing_pages - max(0, device_pages - match.pages) < self._share.pages_min:
-            return self._skip("prefetch_too_short")
-        leader = self._leaders.find(key, tree, match)
-        leads = at_once and leader is None and not self._table.count(State.QUEUED) and self._may_lead()
-        if not leads and self._table.count(*WAITING) >= WAITING_MAX:
+        self._queue.arrive(rid, key.prompt_tokens, self._controller.time_s())
+        match = tree.match(key) if self._is_due(rid, key) else None
+        found_pages = sum(tree.peek(key)) if match is None else match.pages
+        self._queue.expect(rid, key.prompt_tokens - max(device_pages, found_pages) * tree.page_size)
+        missing_pages = key.pages(tree.page_size) - found_pages
+        is_short = match is not None and missing_pages - max(0, device_pages - found_pages) < self._share.pages_min
+        leader = None if match is None else self._leaders.find(key, tree, match)
+        may_lead = at_once and leader is None and not self._table.count(State.QUEUED) and self._may_lead()
+        if not (may_lead or is_short) and self._table.count(*WAITING) >= WAITING_MAX:
             self._controller.refused["prefetch"] += 1
             return False
         self._arrivals += 1
@@ -124,8 +145,14 @@ class Prefetcher:
             self._table.add(prefetch := Prefetch(rid, key, self._arrivals, limit_s, device_pages))
         else:
             prefetch.start_again(key, self._arrivals, limit_s, device_pages)
+        prefetch.again_s = self._controller.time_s() + AGAIN_S
+        if is_short:
+            prefetch.waits = False
+            self._share.release(prefetch)
+            self._rest(prefetch)
+            return self._skip("prefetch_too_short")
         prefetch.begin_span(missing_pages, context)
-        if leads:
+        if match is not None and may_lead:
             self._lead(prefetch, match)
         else:
             self._share.release(prefetch)  # the pages of its previous attempt: earlier requests may need them
@@ -145,7 +172,8 @@ class Prefetcher:
             return True
         prefetch.device_pages = device_pages
         if self._config.policy != "best_effort":
-            prefetch.count_time(self._controller)
+            if prefetch.state in NOT_AWAITED or self.has_room(prefetch.key):
+                prefetch.count_time(self._controller)
             if self._is_awaited(prefetch):
                 return False
             if prefetch.waits and self._hangs(prefetch):
@@ -163,6 +191,8 @@ class Prefetcher:
         """Return True if the request waits for pages that are, or can be, in flight."""
         missing_pages = prefetch.end_page(self._trees.current.page_size) - prefetch.device_pages
         if prefetch.state in NOT_AWAITED or missing_pages < self._share.pages_min:
+            return False
+        if prefetch.looks_again and (prefetch.state is State.LOOKING_UP or not self.has_room(prefetch.key)):
             return False
         leader = prefetch if prefetch.leader is None else prefetch.leader
         if prefetch.waited_s >= prefetch.limit_s:
@@ -186,6 +216,7 @@ class Prefetcher:
     def abort(self, rid: str) -> None:
         """Stop the prefetch of a request that will not run; pages that have arrived stay."""
         prefetch = self._table.get(instance("rid", rid, str))
+        self._queue.leave(rid)
         if prefetch is not None:
             self._stop(prefetch)
             self.take_arrived(rid)
@@ -281,6 +312,7 @@ class Prefetcher:
         """
         prefetch = self._operations.pop(found)
         fetch = prefetch.current
+        prefetch.again_s = self._controller.time_s() + AGAIN_S
         self._counters.lookups[outcome(found, fetch.tree.page_size)] += 1
         if prefetch.state is State.CANCELLED:
             if found.failed:
@@ -307,7 +339,7 @@ class Prefetcher:
             self._skip("prefetch_failed", prefetch)
             self._note_store(read, works=False)
         else:
-            self._break_even.observe_transfer(Route.PREFETCH, read.pages_here, read.seconds)
+            self._break_even.observe_transfer(Route.PREFETCH, read.pages_here, read.seconds, read.charged_s)
             if fetch.taken_pages:
                 self._note_store(read, works=True)
         if not self._may_continue(prefetch, read):
@@ -342,8 +374,26 @@ class Prefetcher:
                 break
         for _ in range(TRIES_PER_STEP):
             if (prefetch := table.first(State.QUEUED)) is None or not self._may_lead():
-                return
+                break
+            could_run = prefetch.asked_polls >= 0 and self.has_room(prefetch.key)
+            if not (could_run or self._is_due(prefetch.rid, prefetch.key)):
+                break
             self._try(prefetch)
+        self._look_again()
+
+    def _look_again(self) -> None:
+        """Look up those of the first waiting requests again that were not looked up for a while."""
+        now_s, tree = self._controller.time_s(), self._trees.current
+        for rid in self._queue.first(FIRST):
+            prefetch = self._table.get(rid)
+            if prefetch is None or prefetch.state not in AT_REST or now_s < prefetch.again_s or not self._may_lead():
+                continue
+            prefetch.again_s = now_s + AGAIN_S
+            match = tree.match(prefetch.key)
+            is_short = self._lacks(prefetch, match) < self._share.pages_min
+            if not is_short and self._leaders.find(prefetch.key, tree, match) is None:
+                prefetch.looks_again = True
+                self._lead(prefetch, match)
 
     @property
     def waiting(self) -> int:
@@ -372,7 +422,7 @@ class Prefetcher:
         """Prefetch the pages that a waiting request still lacks: none, pages in flight for another request, or more."""
         tree = self._trees.current
         match = tree.match(prefetch.key)
-        if prefetch.key.pages(tree.page_size) - max(match.pages, prefetch.device_pages) < self._share.pages_min:
+        if self._lacks(prefetch, match) < self._share.pages_min:
             self._rest(prefetch)
             return
         leader = self._leaders.find(prefetch.key, tree, match, prefetch.divergence_end_page)
@@ -380,6 +430,18 @@ class Prefetcher:
             self._lead(prefetch, match)
         else:
             self._table.move(prefetch, State.FOLLOWING, leader)
+
+    def _lacks(self, prefetch: Prefetch, match: Match) -> int:
+        """Return how many pages neither the cache nor the engine has for a request."""
+        return prefetch.key.pages(self._trees.current.page_size) - max(match.pages, prefetch.device_pages)
+
+    def _is_due(self, rid: str, key: RadixKey) -> bool:
+        """Return True if a prefetch should start now, see the module's docstring; also while speeds are unknown."""
+        fetch_s = self._break_even.fetch_s(key.pages(self._trees.current.page_size))
+        return fetch_s is None or self._queue.is_first(rid, FIRST) or self._wait_s(rid) <= LEAD * fetch_s + EARLY_S
+
+    def _wait_s(self, rid: str) -> float:
+        return self._queue.wait_s(rid, self._break_even.prefill_tokens_per_s, self._controller.time_s())
 
     def _lead(self, prefetch: Prefetch, match: Match) -> None:
         tree = self._trees.current
@@ -407,8 +469,23 @@ class Prefetcher:
             return "prefetch_unanswered" if is_cut else "prefetch_hit_too_short"
         if pages < pages_min:
             return "prefetch_host_share"
-        pays = self._break_even.decide(Route.PREFETCH, (pages - device_pages) * fetch.tree.page_size, pages).go
-        return None if pays else "prefetch_does_not_pay"
+        tokens, ahead = (pages - device_pages) * fetch.tree.page_size, self._ahead(prefetch)
+        part_pages = math.inf if device_pages else pages_min  # a part would pay only beyond the device's pages
+        decision = self._break_even.decide(Route.PREFETCH, tokens, pages, ahead, part_pages)
+        fetch.paying_pages = found.pages
+        if decision is Decision.PARTLY:
+            fetch.paying_pages = self._break_even.paying_pages(tokens, pages, ahead)
+        return None if decision.go else "prefetch_does_not_pay"
+
+    def _ahead(self, prefetch: Prefetch) -> Ahead:
+        """Return what is ahead of the pages that were found for a request: its own wait, and other reads."""
+        reading = (one for one in self._operations if isinstance(one, Read))
+        pages = sum(len(read.host_pages) - read.pages for read in reading)
+        pages += sum(
+            min(one.current.paying_pages, self._share.pages_max) for one in self._table.of(State.AWAITING_ROOM)
+        )
+        arrivals_per_s = self._queue.arrivals_per_s(self._controller.time_s())
+        return Ahead(self._wait_s(prefetch.rid), pages, arrivals_per_s)
 
     def _read_or_drop(self, prefetch: Prefetch) -> None:
         """Read as many of the found pages as fit, drop the prefetch if too few fit, or let it wait for room that other
@@ -419,14 +496,14 @@ class Prefetcher:
         if not isinstance(found, Lookup):
             raise InvariantError(f"prefetch: {prefetch.rid!r} waits for room but has no lookup")
         may_wait = share.others_hold(prefetch)
-        if may_wait and min(found.pages, share.pages_max) > share.free_pages:
+        if may_wait and min(fetch.paying_pages, share.pages_max) > share.free_pages:
             self._wait_for_room(prefetch, "prefetch_host_share")
             return
         has_waited = fetch.anchor is None
         if has_waited:
             fetch.hold_end(fetch.tree.match(prefetch.key))
         skip_pages = fetch.start_page - fetch.asked_page
-        rest_pages = found.pages - skip_pages
+        rest_pages = fetch.paying_pages - skip_pages
         pages_min = share.pages_min + prefetch.device_pages_from(fetch.start_page)
         if skip_pages < 0 and prefetch.may_look_up:
             self._close(prefetch)  # its prefix was evicted, so it is also looked up in storage
@@ -440,6 +517,8 @@ class Prefetcher:
             self._drop(prefetch, found, "prefetch_host_share")
         elif (host_pages := share.reserve(pages, pages_min, all_of_them=may_wait, again=has_waited)) is not None:
             fetch.wanted_pages = rest_pages
+            end_page = max(fetch.start_page + len(host_pages), prefetch.device_pages)
+            self._queue.expect(prefetch.rid, prefetch.key.prompt_tokens - end_page * fetch.tree.page_size)
             self._read(prefetch, found, host_pages)
         elif may_wait or not self._controller.idle:  # operations in flight also hold room on L2
             self._wait_for_room(prefetch, "prefetch_no_host_room")

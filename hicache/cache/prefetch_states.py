@@ -77,7 +77,7 @@ def _rule(next_states: str, *, fetches: bool, holds: bool | None) -> Rule:
 
 # From a state at rest, a request is started again with a longer prompt.
 RULES: Final[dict[State, Rule]] = {
-    State.NEW: _rule("QUEUED FOLLOWING LOOKING_UP", fetches=False, holds=False),
+    State.NEW: _rule("QUEUED FOLLOWING LOOKING_UP ENDED", fetches=False, holds=False),
     State.QUEUED: _rule("FOLLOWING LOOKING_UP ENDED", fetches=False, holds=False),
     State.FOLLOWING: _rule("QUEUED ENDED", fetches=False, holds=False),
     State.LOOKING_UP: _rule("AWAITING_ROOM READING CANCELLED ARRIVED ENDED", fetches=True, holds=None),
@@ -126,7 +126,8 @@ class Fetch:
     anchor: Node | None = None  # locked while the prefetch is LOOKING_UP or READING
     first_pages: tuple[FirstPages, ...] = field(default=(), repr=False)  # its entries in `Leaders`
     followers: dict[Prefetch, None] = field(default_factory=dict, repr=False)
-    wanted_pages: int = 0  # the pages of the hit, when the read began
+    paying_pages: int = 0  # how many of the found pages it pays to read
+    wanted_pages: int = 0  # the pages of the hit that are to be read, when the read began
     taken_pages: int = 0  # leading pages of the read that were put into the tree
     verdict: Verdict | None = None
     lacks: str = ""  # the reason for missing room, while it waits for room
@@ -157,9 +158,10 @@ class Prefetch:
     that is recorded. `asked_s` and `asked_polls` are the time and the number of polls when the engine last asked.
 
     Its prompt diverges before `divergence_end_page` from each fruitless leader that it has followed. The pages before
-    `reached_page` have arrived at some time; `lookups` counts since then. `released_pages` have arrived and are not
-    held any more; `promoted_pages` were loaded to L1. An engine with a device cache of its own has the first
-    `device_pages` there.
+    `reached_page` have arrived at some time; `lookups` counts since then. From `again_s` on it may look up again while
+    its request waits; then it `looks_again`, and its request does not wait for the lookup. `released_pages` have
+    arrived and are not held any more; `promoted_pages` were loaded to L1. An engine with a device cache of its own has
+    the first `device_pages` there.
 
     `span` lasts from `begin_span` until the prefetch is at rest or CANCELLED; `arrived_pages` and `outcome`, the last
     reason why pages were not read, are for it.
@@ -174,6 +176,8 @@ class Prefetch:
     waits: bool = True
     asked_s: float = math.inf
     asked_polls: int = -1
+    again_s: float = math.inf
+    looks_again: bool = False
     state: State = State.NEW
     fetch: Fetch | None = field(default=None, repr=False)
     leader: Prefetch | None = field(default=None, repr=False)  # while FOLLOWING
@@ -195,6 +199,7 @@ class Prefetch:
         """Start a prefetch at rest again for `key`, usually a longer prompt. Pages that have arrived stay its own."""
         self.key, self.arrival, self.limit_s, self.device_pages = key, arrival, limit_s, device_pages
         self.waited_s, self.waits, self.asked_s, self.asked_polls = 0.0, True, math.inf, -1
+        self.again_s, self.looks_again = math.inf, False
         self.divergence_end_page = self.lookups = self.reached_page = 0
 
     def count_time(self, now: HiCacheController) -> None:

@@ -52,6 +52,7 @@ class HiRadixCache(TieredCache):
         )  # fmt: skip
         if self._verifier is None:  # it verifies the pages that a request is about to load
             self._prefetcher.chunked.promote = self._l1.promote
+        self._prefetcher.has_room = self._may_begin
         self._pins = Pins(controller.time_s, int(self.config.pin_host_share * host.pages))
         self._device_fault: TransferError | None = None
         self._untold_fault: TransferError | None = None  # to be raised in the next forward
@@ -84,7 +85,10 @@ class HiRadixCache(TieredCache):
         match = tree.match(reusable)
         needed = pages - len(match.device_pages)
         tree.lock(match.node)
-        if not self._l1.make_room(needed):
+        has_room = self._l1.make_room(needed)
+        while not (has_room or self.running) and self._prefetcher.give_way():
+            has_room = self._l1.make_room(needed)
+        if not has_room:
             tree.unlock(match.node)
             self.caller.refused(rid, self.running, self.device.pages)
             return None
@@ -109,6 +113,7 @@ class HiRadixCache(TieredCache):
         request.device_hit_tokens, request.host_hit_tokens, request.storage_hit_tokens = self._count_hits(
             rid, key, len(match.device_pages), len(loaded)
         )
+        self.record_progress(rid, key.prompt_tokens - request.cached_tokens)
         return request
 
     def start_loading(self) -> Transfer | None:
@@ -143,6 +148,7 @@ class HiRadixCache(TieredCache):
         self.caller.require()
         self.running.require(request)
         full = computed_pages(request, key, self.page_size)
+        self.record_progress(request.rid, len(request.key) - len(key))
         if request.tree is not self.tree or self._device_fault is not None:
             return
         shared = request.shared_pages
@@ -175,6 +181,7 @@ class HiRadixCache(TieredCache):
         self.running.require(request)
         if key is not None:
             self.cache_unfinished_req(request, key)
+        self._queue.leave(request.rid)
         if request.gathers and request.tree is self.tree:
             self._l1.used(request.last_node)
         self._l1.read(request.pages[: request.shared_pages])
@@ -328,6 +335,12 @@ class HiRadixCache(TieredCache):
         for tier, tokens in (("device", device), ("host", host), ("storage", storage)):
             counters.hit_tokens[tier] += tokens
         return device, host, storage
+
+    def _may_begin(self, key: RadixKey) -> bool:
+        """Return True if L1 may have room for a request. Without running requests it always has: nothing else keeps
+        pages for long."""
+        pages = -(-key.prompt_tokens // self.page_size)
+        return not self.running or self._l1.may_have_room(pages - self.tree.peek(key).device_pages)
 
     # State
 

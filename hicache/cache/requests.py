@@ -71,6 +71,9 @@ class RunningRequests:
     def __iter__(self) -> Iterator[RequestKV]:
         return iter(self._by_id.values())
 
+    def __bool__(self) -> bool:
+        return bool(self._by_id)
+
     def require_new(self, rid: str) -> None:
         """Raises InvalidInput if a request with this id has begun and not ended."""
         if rid in self._begun:

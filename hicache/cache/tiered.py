@@ -32,6 +32,7 @@ from ..keys import TOKEN_BYTES, Namespace, RadixKey, require_epoch
 from ..radix import NO_HISTORY, RUN_PAGES_MAX, Node, RadixTree, UseHistory, check_tree, make_policy
 from ..tiers import HostPool, PagePool
 from .break_even import BreakEven
+from .compute_queue import ComputeQueue
 from .host_tier import HostTier
 from .mailbox import Mailbox
 from .misuse import CallerWatch
@@ -125,7 +126,8 @@ class TieredCache:
         if config.write_policy == "write_through_selective":  # the only policy that counts uses
             self._uses = UseMemory(self.tree.page_bytes, config.selective_hits, config.selective_first_share)
         self._l2 = HostTier(host, self._trees, controller, self._counters, self.break_even, kept)
-        self._prefetcher = Prefetcher(self._trees, self._l2, controller, self._counters, self.break_even)
+        self._queue = ComputeQueue()
+        self._prefetcher = Prefetcher(self._trees, self._l2, controller, self._counters, self.break_even, self._queue)
         self._host_codec = host_codec
         self._scrubber = self._new_verifier() if config.integrity.verifies_host else None
         self._verifier = self._scrubber if config.integrity.verify == "load" else None  # loads wait for it
@@ -282,6 +284,11 @@ class TieredCache:
         REQUIRES: the forward did not wait for a load. Without these calls, almost every hit is fetched.
         """
         self.break_even.observe_prefill(whole("tokens", tokens), number("seconds", seconds))
+
+    def record_progress(self, rid: str, left_tokens: int) -> None:
+        """Record that a request has begun, and that its next forwards compute `left_tokens` tokens of its prompt: the
+        requests after it wait for them. Each call replaces the last; the end of the request ends it."""
+        self._queue.progress(rid, left_tokens, self.controller.time_s())
 
     def poll(self) -> bool:
         """Complete the operations that have ended and start queued ones. Call it once per step.

@@ -211,11 +211,10 @@ class TransferConfig(Section):
         default=4096, ge=1, le=1 << 24,
         description="Limit of pages being copied from host to device. Beyond it, requests compute.",
     )
-    store_host_share: Annotated[float, Field(gt=0, le=1), BeforeValidator(refuse_bool)] | None = Field(
-        default=None,
-        description="Share of the host pages that may wait to be stored; further stores are dropped. Not set: all, "
-        "because a full host drops waiting stores, newest first; or a quarter with several ranks, which cannot do "
-        "that.",
+    store_host_share: Number = Field(
+        default=0.25, gt=0, le=1,
+        description="Share of the host pages that may wait to be stored; further stores are dropped. A waiting page "
+        "and the prompt before it stay on the host, so a larger share costs hits if the store is slow.",
     )
     path: Literal["auto", "direct", "staged"] = Field(
         default="auto",

@@ -60,8 +60,6 @@ from .ranks import RankGroup
 from .statistics import ControllerStatistics, CopyCounter, QueueStatistics
 from .storage import StorageExecutor
 
-# With several ranks, queued stores cannot be cancelled to free L2, so a larger share would cost hits.
-STORE_HOST_SHARE_OF_RANKS = 0.25
 # The time of an operation of a prefetch, and the longest that a request waits for one.
 PREFETCH_S_MAX = 60.0
 
@@ -115,8 +113,7 @@ class HiCacheController:
         self._storage = StorageExecutor(backend, host, config.transfer, workers, clock, hears_losses=ranks is None)
         self.gate, self.read_apart = self._storage.gate, self._storage.read_apart
         self._agreement: Agreement | None = None
-        share = config.transfer.store_host_share or (1.0 if ranks is None else STORE_HOST_SHARE_OF_RANKS)
-        self._store_pages_max = int(share * host.pages)
+        self._store_pages_max = int(config.transfer.store_host_share * host.pages)
         if ranks is not None:
             self._agreement = Agreement(ranks, prefetch_places=config.prefetch.operations_max, rates=rates)
 

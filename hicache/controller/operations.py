@@ -127,6 +127,7 @@ class Read(_Prefetch):
     host_pages: PageIds
     pages_here: int = 0  # worker: leading pages that are read and verified; never decreases
     seconds: float = 0.0  # worker: time of the backend's calls, without the wait for a worker
+    charged_s: float = 0.0  # worker: its share of that time, which overlapping reads divide among them
 
 
 @dataclass(slots=True, eq=False)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import queue
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
@@ -49,6 +50,38 @@ Operation: TypeAlias = Lookup | Read | Store | Touch
 _Beat: TypeAlias = Callable[[], None]
 
 
+class SharedTime:
+    """Divides time among the calls in flight: while n of them run, each is charged 1/n of it.
+
+    Locking design: one lock guards all fields; workers hold it for a microsecond.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._calls: dict[Read, tuple[float, float]] = {}  # time, and `_shared_s`, when each began
+        self._shared_s = 0.0  # what a call that has always run would have been charged
+        self._counted_s = -math.inf
+
+    def begin(self, read: Read, now_s: float) -> None:
+        """Note that a call of `read` begins."""
+        with self._lock:
+            self._count(now_s)
+            self._calls[read] = now_s, self._shared_s
+
+    def end(self, read: Read, now_s: float) -> None:
+        """Add the time of the call to `read.seconds`, and its share to `read.charged_s`."""
+        with self._lock:
+            self._count(now_s)
+            began_s, shared_s = self._calls.pop(read)
+            read.seconds += now_s - began_s
+            read.charged_s += self._shared_s - shared_s
+
+    def _count(self, now_s: float) -> None:
+        if self._calls:
+            self._shared_s += (now_s - self._counted_s) / len(self._calls)
+        self._counted_s = now_s
+
+
 class StorageExecutor:
     """Runs operations on storage. Without an open `backend` there are no threads until `replace`, and no operation may
     be submitted.
@@ -73,6 +106,7 @@ class StorageExecutor:
         self._lost: deque[bytes] = deque(maxlen=_LOST_MAX)
         self._hears_losses = hears_losses
         self._apart: set[Read] = set()  # in flight on threads of callers
+        self._reading = SharedTime()
         self._touch: Touch | None = None  # the last Touch, until it has ended
         self.gate = StorageGate(host.memory, workers, clock, self._lost.extend if hears_losses else None)
         self._host = host
@@ -210,9 +244,12 @@ class StorageExecutor:
             keys = read.keys[start : start + batch]
             frames = self._host.frames(read.host_pages[start : start + batch])
             read.called_s = began_s = self._clock()
-            outcomes = backend.batch_get(keys, frames, deadline=self._deadline(began_s + read.call_s))
+            self._reading.begin(read, began_s)
+            try:
+                outcomes = backend.batch_get(keys, frames, deadline=self._deadline(began_s + read.call_s))
+            finally:
+                self._reading.end(read, self._clock())
             read.called_s = math.inf
-            read.seconds += self._clock() - began_s
             _require_outcomes(outcomes, GetOutcome, len(keys))
             hits = 0
             # A hit counts only if the frame contains the page: the backend may not have filled it.

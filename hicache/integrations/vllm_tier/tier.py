@@ -47,9 +47,6 @@ _STUCK_GRACE_S = 2.0
 _SUPERVISE_EVERY_S = 0.1
 # The time limit of a promotion if `prefetch.policy` sets none: the engine waits for it.
 _PROMOTION_S_MAX = 60.0
-# The share of the host memory that may wait to be stored if `transfer.store_host_share` is not set. The engine cannot
-# take its rows back, so this limit protects its other chunks.
-_STORE_SHARE = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +96,7 @@ class ChunkTier:
         self._key_of, self._in_place, self._clock = key_of, in_place, clock
         self._batch_pages = transfer.storage_batch_pages
         self._rows = ChunkRows(memory, namespace.shape.payload_bytes, self._batch_pages)
-        self._stores_max = int(self._rows.count * (transfer.store_host_share or _STORE_SHARE))
+        self._stores_max = int(self._rows.count * transfer.store_host_share)
         patience_s = min(config.prefetch.timeout_base, transfer.storage_deadline)
         self._lookups = LookupTable(patience_s, clock)
         self._log = LimitedLog(logger, clock=clock)
