@@ -51,30 +51,39 @@ _Beat: TypeAlias = Callable[[], None]
 
 
 class SharedTime:
-    """Divides time among the calls in flight: while n of them run, each is charged 1/n of it.
+    """Divides time among the reads in flight: while n of them run, each is charged 1/n of it. Writes give way to them.
 
-    Locking design: one lock guards all fields; workers hold it for a microsecond.
+    Locking design: one condition guards all fields; workers hold it for a microsecond. It is notified when no read is
+    in flight any more.
     """
 
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._idle = threading.Condition()
         self._calls: dict[Read, tuple[float, float]] = {}  # time, and `_shared_s`, when each began
         self._shared_s = 0.0  # what a call that has always run would have been charged
         self._counted_s = -math.inf
 
     def begin(self, read: Read, now_s: float) -> None:
         """Note that a call of `read` begins."""
-        with self._lock:
+        with self._idle:
             self._count(now_s)
             self._calls[read] = now_s, self._shared_s
 
     def end(self, read: Read, now_s: float) -> None:
         """Add the time of the call to `read.seconds`, and its share to `read.charged_s`."""
-        with self._lock:
+        with self._idle:
             self._count(now_s)
             began_s, shared_s = self._calls.pop(read)
             read.seconds += now_s - began_s
             read.charged_s += self._shared_s - shared_s
+            if not self._calls:
+                self._idle.notify_all()
+
+    def give_way(self, until_s: float) -> None:
+        """Wait until no read is in flight, but at most until `until_s`."""
+        with self._idle:
+            self._clock.wait_for(self._idle, lambda: not self._calls, until_s)
 
     def _count(self, now_s: float) -> None:
         if self._calls:
@@ -106,7 +115,8 @@ class StorageExecutor:
         self._lost: deque[bytes] = deque(maxlen=_LOST_MAX)
         self._hears_losses = hears_losses
         self._apart: set[Read] = set()  # in flight on threads of callers
-        self._reading = SharedTime()
+        self._reading = SharedTime(clock)
+        self._write_s = 0.0  # the time of the last batch
         self._touch: Touch | None = None  # the last Touch, until it has ended
         self.gate = StorageGate(host.memory, workers, clock, self._lost.extend if hears_losses else None)
         self._host = host
@@ -344,10 +354,15 @@ class StorageExecutor:
             beat()
             if store.is_sealed and _any_damage(store, start, keys, frames):
                 return False
+            # Requests wait for reads, and a store may be one disk. So writing gets half of its time while it is read.
+            self._reading.give_way(min(storage.until[Direction.WRITE], self._clock() + self._write_s))
+            beat()
             deadline = self._deadline(storage.until[Direction.WRITE])
             if self._clock() >= deadline:
                 return False
+            began_s = self._clock()
             outcomes = storage.backend.batch_set(keys, frames, parent=parent, deadline=deadline)
+            self._write_s = self._clock() - began_s
             _require_outcomes(outcomes, SetOutcome, len(keys))
             store.stored_pages += outcomes.count(SetOutcome.STORED)
             if not all(outcome.is_stored for outcome in outcomes):

@@ -43,12 +43,14 @@ class ComputeSpeed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageSpeed:
-    """The speed of a store: bytes per second in each direction, and seconds per operation besides them."""
+    """The speed of a store: bytes per second in each direction, and seconds per operation besides them. With one of
+    `links`, as of one disk, writes take time from reads; with two, each direction has its own."""
 
     read_bytes_per_s: float
     write_bytes_per_s: float
     fixed_s: float = 0.0
     parallel: int = 4
+    links: int = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,18 +65,18 @@ class Speeds:
 
 
 def storage_speed(text: str, base: StorageSpeed = Speeds().storage) -> StorageSpeed:
-    """Return the speed of a store from text such as `read=3GB/s,write=1GB/s,fixed=100us,parallel=4`. What the text does
-    not name is that of `base`. Raises ValueError."""
+    """Return the speed of a store from text such as `read=3GB/s,write=1GB/s,fixed=100us,parallel=4,links=2`. What the
+    text does not name is that of `base`. Raises ValueError."""
     found: dict[str, float | int] = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (piece.strip() for piece in part.partition("="))
-        if not equals or name not in ("read", "write", "fixed", "parallel"):
-            raise ValueError(f"{part[:40]!r} is not one of read=, write=, fixed= and parallel=")
+        if not equals or name not in ("read", "write", "fixed", "parallel", "links"):
+            raise ValueError(f"{part[:40]!r} is not one of read=, write=, fixed=, parallel= and links=")
         if name in found:
             raise ValueError(f"{name} appears twice")
         found[name] = _value(name, value)
-    names = {"read": "read_bytes_per_s", "write": "write_bytes_per_s", "fixed": "fixed_s", "parallel": "parallel"}
-    changes: dict[str, Any] = {names[name]: value for name, value in found.items()}
+    names = {"read": "read_bytes_per_s", "write": "write_bytes_per_s", "fixed": "fixed_s"}
+    changes: dict[str, Any] = {names.get(name, name): value for name, value in found.items()}
     return replace(base, **changes)
 
 
@@ -94,6 +96,10 @@ def _value(name: str, text: str) -> float | int:
     if name == "parallel":
         if not text.isdecimal() or not 1 <= int(text) <= _PARALLEL_MAX:
             raise ValueError(f"parallel must be a whole number from 1 to {_PARALLEL_MAX}")
+        return int(text)
+    if name == "links":
+        if text not in ("1", "2"):
+            raise ValueError("links must be 1, of one disk, or 2")
         return int(text)
     return bandwidth(text)
 

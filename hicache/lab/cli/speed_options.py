@@ -38,7 +38,7 @@ _OPTIONS = (
                  help=f"Copies between device and host, per direction.  "
                  f"[default: {_DEFAULT.host_bytes_per_s / 1e9:.0f}GB/s]"),
     click.option("--storage", "storage", type=_StorageSpeed(), metavar="SPEEDS",
-                 help="Speed of the store.  [default: read=3GB/s,write=1GB/s,fixed=100us,parallel=4]"),
+                 help="Speed of the store.  [default: read=3GB/s,write=1GB/s,fixed=100us,parallel=4,links=2]"),
     click.option("--like", type=FILE, metavar="FILE",
                  help="Take the speed of the store from a report of `hicache doctor --json`."),
 )  # fmt: skip

@@ -61,16 +61,19 @@ class Table:
         self.clock = clock
         self.speed = speed
         self.keys: set[bytes] = set()
-        self.reads, self.writes = Link(clock, speed.read_bytes_per_s), Link(clock, speed.write_bytes_per_s)
+        self._reads, self._writes = Link(clock, speed.read_bytes_per_s), Link(clock, speed.write_bytes_per_s)
         self._capacity_bytes = capacity_bytes
         self._page_bytes = page_bytes
         self._pages_max = None if capacity_bytes is None else capacity_bytes // page_bytes
         self._sweeps = sweeps
         self._order = EvictionOrder()
 
-    def move(self, link: Link, pages: int) -> None:
+    def move(self, pages: int, *, writes: bool) -> None:
         """Wait for one round of at most `speed.parallel` operations: their fixed times overlap."""
-        _, end_s = link.reserve(pages * self._page_bytes, self.clock() + self.speed.fixed_s)
+        link, size_bytes = self._writes if writes else self._reads, pages * self._page_bytes
+        if writes and self.speed.links == 1:
+            link, size_bytes = self._reads, int(size_bytes * self.speed.read_bytes_per_s / self.speed.write_bytes_per_s)
+        _, end_s = link.reserve(size_bytes, self.clock() + self.speed.fixed_s)
         self.clock.sleep(end_s - self.clock())
 
     def begin_write(self, keys: Sequence[bytes], parents: Sequence[bytes | None]) -> Batch:
@@ -230,7 +233,7 @@ class TableDriver:
         """See Driver."""
         table, positions, hits = self.table, iter(pages), list[bytes]()
         while some := list(islice(positions, table.speed.parallel)):
-            table.move(table.reads, sum(pages.keys[position] in table.keys for position in some))
+            table.move(sum(pages.keys[position] in table.keys for position in some), writes=False)
             for position in some:
                 if (key := pages.keys[position]) in table.keys:
                     pages.accept(position, pages.codec.frame_bytes, None)
@@ -247,7 +250,7 @@ class TableDriver:
             if pages.is_late:
                 break
             some = range(start, min(start + table.speed.parallel, len(keys)))
-            table.move(table.writes, sum(keys[position] not in table.keys for position in some))
+            table.move(sum(keys[position] not in table.keys for position in some), writes=True)
             for position in some:
                 if keys[position] in table.keys or keys[position] not in batch.reserved:
                     pages.present(position)
