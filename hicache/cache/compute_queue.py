@@ -9,6 +9,7 @@ Called by the scheduler thread alone; no lock. With ranks, times are those that 
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from itertools import islice
 
@@ -66,16 +67,18 @@ class ComputeQueue:
         """Return True for one of the first `count` waiting requests."""
         return rid in islice(self._waiting, count)
 
-    def wait_s(self, rid: str, tokens_per_s: int, now_s: float) -> float:
-        """Return how long the request will still wait for the device, at a speed of computing; 0 if that is unknown."""
+    def wait_s(self, rid: str, tokens_per_s: int, now_s: float, most_s: float = math.inf) -> float:
+        """Return how long the request will still wait for the device, at a speed of computing; 0 if that is unknown.
+        Counts no further than `most_s`: a long queue costs no more than a short one."""
         if tokens_per_s <= 0:
             return 0.0
-        tokens = 0
+        tokens, most = 0, most_s * tokens_per_s
         for other, left in self._left.items():
-            if other == rid:
+            if other == rid or tokens > most:
                 break
             tokens += left
-        return max(tokens / tokens_per_s, self._turn_s(rid, now_s))
+        wait_s = tokens / tokens_per_s
+        return wait_s if wait_s > most_s else max(wait_s, self._turn_s(rid, now_s))
 
     def _turn_s(self, rid: str, now_s: float) -> float:
         """Return the time until as many requests have begun as wait before `rid`, and itself, as often as lately."""

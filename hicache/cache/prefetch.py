@@ -109,8 +109,8 @@ class Prefetcher:
         self._share = PrefetchShare(host, controller)
         self.chunked = ChunkedPrefetch(self._table, self._share)
         self.wait = Histogram(BOUNDS_S)  # of requests, from the first `ready` until they may begin
-        # Whether L1 may have room for a prompt; the cache that owns L1 sets it.
-        self.has_room: Callable[[RadixKey], bool] = lambda key: True
+        # Whether L1 may have room for so many pages; the cache that owns L1 sets it.
+        self.may_have_room: Callable[[int], bool] = lambda pages: True
 
     # Requests
 
@@ -172,7 +172,7 @@ class Prefetcher:
             return True
         prefetch.device_pages = device_pages
         if self._config.policy != "best_effort":
-            if prefetch.state in NOT_AWAITED or self.has_room(prefetch.key):
+            if prefetch.state in NOT_AWAITED or self._has_room(prefetch):
                 prefetch.count_time(self._controller)
             if self._is_awaited(prefetch):
                 return False
@@ -192,7 +192,7 @@ class Prefetcher:
         missing_pages = prefetch.end_page(self._trees.current.page_size) - prefetch.device_pages
         if prefetch.state in NOT_AWAITED or missing_pages < self._share.pages_min:
             return False
-        if prefetch.looks_again and (prefetch.state is State.LOOKING_UP or not self.has_room(prefetch.key)):
+        if prefetch.looks_again and (prefetch.state is State.LOOKING_UP or not self._has_room(prefetch)):
             return False
         leader = prefetch if prefetch.leader is None else prefetch.leader
         if prefetch.waited_s >= prefetch.limit_s:
@@ -236,7 +236,7 @@ class Prefetcher:
         if prefetch.state is State.AWAITING_ROOM:
             return prefetch.current.lacks
         if prefetch.state is State.LOOKING_UP:
-            return "prefetch_unanswered"
+            return None if prefetch.looks_again else "prefetch_unanswered"
         is_cut = prefetch.state is State.READING and self._config.policy != "best_effort"
         return "prefetch_timeout" if is_cut else None
 
@@ -375,7 +375,7 @@ class Prefetcher:
         for _ in range(TRIES_PER_STEP):
             if (prefetch := table.first(State.QUEUED)) is None or not self._may_lead():
                 break
-            could_run = prefetch.asked_polls >= 0 and self.has_room(prefetch.key)
+            could_run = prefetch.asked_polls >= 0 and self._has_room(prefetch)
             if not (could_run or self._is_due(prefetch.rid, prefetch.key)):
                 break
             self._try(prefetch)
@@ -388,7 +388,7 @@ class Prefetcher:
             prefetch = self._table.get(rid)
             if prefetch is None or prefetch.state not in AT_REST or now_s < prefetch.again_s or not self._may_lead():
                 continue
-            prefetch.again_s = now_s + AGAIN_S
+            prefetch.again_s, prefetch.lookups = now_s + AGAIN_S, 0
             match = tree.match(prefetch.key)
             is_short = self._lacks(prefetch, match) < self._share.pages_min
             if not is_short and self._leaders.find(prefetch.key, tree, match) is None:
@@ -438,10 +438,18 @@ class Prefetcher:
     def _is_due(self, rid: str, key: RadixKey) -> bool:
         """Return True if a prefetch should start now, see the module's docstring; also while speeds are unknown."""
         fetch_s = self._break_even.fetch_s(key.pages(self._trees.current.page_size))
-        return fetch_s is None or self._queue.is_first(rid, FIRST) or self._wait_s(rid) <= LEAD * fetch_s + EARLY_S
+        if fetch_s is None or self._queue.is_first(rid, FIRST):
+            return True
+        lead_s = LEAD * fetch_s + EARLY_S
+        return self._wait_s(rid, lead_s) <= lead_s
 
-    def _wait_s(self, rid: str) -> float:
-        return self._queue.wait_s(rid, self._break_even.prefill_tokens_per_s, self._controller.time_s())
+    def _wait_s(self, rid: str, most_s: float = math.inf) -> float:
+        return self._queue.wait_s(rid, self._break_even.prefill_tokens_per_s, self._controller.time_s(), most_s)
+
+    def _has_room(self, prefetch: Prefetch) -> bool:
+        """Return True if L1 may have room for a request, apart from the pages that it had when they were looked up."""
+        pages = -(-prefetch.key.prompt_tokens // self._trees.current.page_size)
+        return self.may_have_room(pages - (0 if prefetch.fetch is None else prefetch.fetch.start_page))
 
     def _lead(self, prefetch: Prefetch, match: Match) -> None:
         tree = self._trees.current
@@ -471,7 +479,11 @@ class Prefetcher:
             return "prefetch_host_share"
         tokens, ahead = (pages - device_pages) * fetch.tree.page_size, self._ahead(prefetch)
         part_pages = math.inf if device_pages else pages_min  # a part would pay only beyond the device's pages
-        decision = self._break_even.decide(Route.PREFETCH, tokens, pages, ahead, part_pages)
+        decision = self._break_even.would(Route.PREFETCH, tokens, pages, ahead, part_pages)
+        if not prefetch.looks_again:
+            self._break_even.decide(Route.PREFETCH, tokens, pages, ahead, part_pages)
+        elif not decision.go or decision is Decision.PROBE:
+            return "prefetch_does_not_pay"  # it was counted at the first look, and is not probed more often
         fetch.paying_pages = found.pages
         if decision is Decision.PARTLY:
             fetch.paying_pages = self._break_even.paying_pages(tokens, pages, ahead)
@@ -544,7 +556,8 @@ class Prefetcher:
 
     def _drop(self, prefetch: Prefetch, found: Lookup, reason: str) -> None:
         """End a prefetch without reads."""
-        self._skip(reason, prefetch)
+        if not prefetch.looks_again:
+            self._skip(reason, prefetch)
         verdict = Verdict(reason, found.start_page + found.pages)
         judge(prefetch.current, verdict, has_ranks=self._controller.has_ranks)
         self._note_store(found, works=not found.failed)

@@ -52,7 +52,7 @@ class HiRadixCache(TieredCache):
         )  # fmt: skip
         if self._verifier is None:  # it verifies the pages that a request is about to load
             self._prefetcher.chunked.promote = self._l1.promote
-        self._prefetcher.has_room = self._may_begin
+        self._prefetcher.may_have_room = self._may_have_room
         self._pins = Pins(controller.time_s, int(self.config.pin_host_share * host.pages))
         self._device_fault: TransferError | None = None
         self._untold_fault: TransferError | None = None  # to be raised in the next forward
@@ -336,11 +336,10 @@ class HiRadixCache(TieredCache):
             counters.hit_tokens[tier] += tokens
         return device, host, storage
 
-    def _may_begin(self, key: RadixKey) -> bool:
-        """Return True if L1 may have room for a request. Without running requests it always has: nothing else keeps
-        pages for long."""
-        pages = -(-key.prompt_tokens // self.page_size)
-        return not self.running or self._l1.may_have_room(pages - self.tree.peek(key).device_pages)
+    def _may_have_room(self, pages: int) -> bool:
+        """Return True if L1 may have room for a request. Without running requests it has: nothing else keeps pages for
+        long."""
+        return not self.running or self._l1.may_have_room(pages)
 
     # State
 
