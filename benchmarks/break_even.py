@@ -7,20 +7,28 @@ store request each prompt once. The store is memory that returns pages at a give
 break-even bandwidth: the bytes of a prompt's pages per median time of computing the prompt. Ours is the mean time to
 first token from the store, if the cache decides (`break_even.mode: measure`) and if it takes every hit (`always`). The
 reference is an engine that computes every prompt. ratio = ours : reference time; above 1 the store does harm.
+
+The second table is a busy engine: all prompts arrive at once, over files on a RAM disk (`/dev/shm`) and on the disk of
+`TMPDIR`, past the page cache. Runs alternate between the default, `always` and no store; each is the median of some
+runs. The reference is the better of the other two.
 """
 
 from __future__ import annotations
 
 import statistics
+import tempfile
 import time
+from pathlib import Path
 
 import numpy as np
 
+from hicache.backends.file import FileDriver
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.pages import PageReads
+from hicache.backends.storage import Storage
 from hicache.backends.store import UNGUARDED, Store
 from hicache.cache import HiRadixCache
-from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig
+from hicache.config import BreakEvenConfig, FileStorageOptions, HiCacheConfig, PrefetchConfig
 from hicache.controller import HiCacheController
 from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
@@ -37,6 +45,8 @@ PROMPT_TOKENS = 513  # 32 whole pages, and one token that is always computed
 PROMPTS = reduced(64, 4)
 WARM_UP_PROMPTS = 4  # computed first, as serving engines do; from them the cache measures the speed of prefill
 DRAIN_S = 60.0
+BUSY_RUNS = reduced(7)
+RAM_DISK = Path("/dev/shm")
 
 
 class SharedDriver(MemoryDriver):
@@ -68,7 +78,7 @@ class Bench:
         )
         self.prompts: list[list[int]] = tokens.tolist()
 
-    def engine(self, *, store: bool = True, always: bool = False) -> Engine:
+    def engine(self, storage: Storage | None, *, always: bool = False) -> Engine:
         """Return an engine with empty L1 and L2 that has computed a few warm-up prompts."""
         pages = 2 * PROMPTS * (PROMPT_TOKENS // PAGE_SIZE + 1)
         pool, host = MHATokenToKVPool(self.geometry, pages), HostPool(self.geometry, pages)
@@ -77,7 +87,6 @@ class Bench:
             break_even=BreakEvenConfig(mode="always" if always else "measure"),
             prefetch=PrefetchConfig(timeout_base=DRAIN_S),
         )
-        storage = Store(self.driver, self.codec, UNGUARDED) if store else None
         controller = HiCacheController(host, copies, storage, config)
         rows = RequestToTokenPool(8, -(-self.checkpoint.config.context_tokens // TILE) * TILE)
         model = LlamaModel(self.checkpoint.config, self.checkpoint.tensors, pool, rows)
@@ -89,12 +98,26 @@ class Bench:
 
     def times(self, bytes_per_s: float, *, store: bool = True, always: bool = False) -> list[float]:
         """Return the seconds to the first token of each prompt, from a store of this bandwidth (0: without limit)."""
-        with self.engine(store=store, always=always) as engine:
+        with self.engine(Store(self.driver, self.codec, UNGUARDED) if store else None, always=always) as engine:
             self.driver.bytes_per_s = bytes_per_s
             times = [ask(engine, prompt) for prompt in self.prompts[:PROMPTS]]
             self.driver.bytes_per_s = 0.0
             engine.cache.drain(DRAIN_S)
             return times
+
+
+    def busy(self, directory: Path, side: str) -> tuple[float, float]:
+        """Serve all prompts, which arrive at once, over the files of `directory`. Return the seconds until the last one
+        ended, and the mean seconds to the first token."""
+        options = FileStorageOptions(path=directory, direct_io=directory.parent != RAM_DISK)
+        storage = None if side == "off" else Store(FileDriver(self.codec, options), self.codec, UNGUARDED)
+        with self.engine(storage, always=side == "always") as engine:
+            began_s = time.perf_counter()
+            rids = [engine.submit(prompt, 1, ignore_eos=True) for prompt in self.prompts[:PROMPTS]]
+            records = engine.run_until_done()
+            ended_s = time.perf_counter()
+            engine.cache.drain(DRAIN_S)
+        return ended_s - began_s, statistics.mean(records[rid].time_to_first_token_s or 0.0 for rid in rids)
 
 
 def ask(engine: Engine, prompt: list[int], salt: str | None = None) -> float:
@@ -122,9 +145,26 @@ def run() -> list[Row]:
     return rows
 
 
+def run_busy() -> list[Row]:
+    """Return the rows of a busy engine."""
+    bench, rows, sides = Bench(load_checkpoint(BUNDLED_MODEL)), [], ("default", "always", "off")
+    for where in (RAM_DISK, None):
+        with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=where) as folder:
+            bench.busy(Path(folder), "always")  # stores all prompts
+            runs = [[bench.busy(Path(folder), side) for side in sides] for _ in range(BUSY_RUNS)]
+        for number, what in enumerate(("all served", "mean time to first token")):
+            ours, *others = (statistics.median(run[side][number] for run in runs) for side in range(len(sides)))
+            rows.append(Row(
+                f"{what}, files on {'a RAM disk' if where else 'disk'}", f"{ours * 1e3:.0f} ms",
+                f"always {others[0] * 1e3:.0f}, off {others[1] * 1e3:.0f} ms", ours / min(others),
+            ))  # fmt: skip
+    return rows
+
+
 def main() -> None:
     """Command line."""
     print_table("Does it pay: mean time to first token (reference: every prompt computed)", run())
+    print_table("A busy engine over files (reference: the better of always and no store)", run_busy())
 
 
 if __name__ == "__main__":
