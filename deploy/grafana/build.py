@@ -69,8 +69,8 @@ TIERS = (
           "ops", ((rate("evicted_pages_total", "tier"), "{{instance}} {{tier}}"),)),
     Panel("Skipped, by reason", "Work that the cache skipped. Each makes a request slower but does not fail it. "
           "docs/metrics.md explains the reasons.", "ops", ((rate("skipped_total", "reason"), "{{reason}}"),)),
-    Panel("Fetch or compute", "Decisions to fetch a hit or store a page, by reason. `too_slow`: computing is faster.",
-          "ops",
+    Panel("Fetch or compute", "Decisions to fetch a hit or store a page, by reason. `too_slow`: computing is faster. "
+          "`partly`: only the first pages are fetched.", "ops",
           ((rate("break_even_decisions_total", "route", "reason"), "{{route}} {{reason}}"),)),
     Panel("Queues", "Operations of the controller that are queued or in flight.", "short",
           (("sum by (instance, queue) (hicache_queued_operations{%s})", "{{instance}} {{queue}}"),)),

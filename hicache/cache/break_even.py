@@ -314,13 +314,21 @@ class BreakEven:
             calibrations = sum(self._decisions[each, Decision.CALIBRATION] for each in Route)
             due = self._unmeasured + 1 >= self._probe_every and calibrations < CALIBRATIONS_MAX
             return Decision.CALIBRATION if due and may_refuse else Decision.UNMEASURED
-        compute_s = tokens / prefill_tokens_per_s
-        spared_s = self._margin * compute_s + ahead.arrivals_per_s / 2 * compute_s * compute_s
-        if self._late_s(seconds, ahead) + pages * seconds[1] <= spared_s:
+        if self.lacking_s(route, tokens, pages, ahead) <= 0:
             return Decision.PAYS
         if self.paying_pages(tokens, pages, ahead) >= part_pages:
             return Decision.PARTLY
         return Decision.TOO_SLOW if may_refuse else Decision.PROBE
+
+    def lacking_s(self, route: Route, tokens: int, pages: int, ahead: Ahead = NOTHING_AHEAD) -> float:
+        """Return how much longer a request must wait for the device for the hit to pay; at most 0 if it pays, and 0
+        while a speed is unknown."""
+        seconds, prefill_tokens_per_s = self._seconds[route], self._agreed.prefill_tokens_per_s
+        if seconds is None or not prefill_tokens_per_s:
+            return 0.0
+        compute_s = tokens / prefill_tokens_per_s
+        spared_s = self._margin * compute_s + ahead.arrivals_per_s / 2 * compute_s * compute_s
+        return self._late_s(seconds, ahead) + pages * seconds[1] - spared_s
 
     def paying_pages(self, tokens: int, pages: int, ahead: Ahead) -> int:
         """Return how many of the first pages pay if the whole hit does not: more of them would make the request later

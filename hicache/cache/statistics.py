@@ -39,7 +39,7 @@ SKIP_REASONS: Mapping[str, str] = {
     "prefetch_timeout": "the request began before all found pages had been read",
     "prefetch_too_short": "no storage lookup: too little is missing",
     "prefetch_unanswered": "the request began before storage had answered the lookup",
-    "store_does_not_pay": "not stored: reading it could never be faster than computing",
+    "store_does_not_pay": "not stored: reading it back would not pay",
     "store_gave_way": "not stored: the page was waiting when L2 had no other room",
     "store_incomplete": "storage did not take all pages",
     "store_paused": "nothing stored: storage has just failed",

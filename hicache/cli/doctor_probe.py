@@ -139,7 +139,7 @@ class StoreCheck:
                     self.rows.append(volume(name, options, backend.usage().bytes))
                 problem = self._exercise(backend, measured)
                 self.rows.append(self._row(backend, measured, problem))
-            if self._subject.model is not None and measured.reads and not problem:
+            if self._subject.model is not None and not (problem or self.stop.is_set()):
                 self.rows.append(self._pays(self._subject.model, measured.reads))
 
     @contextlib.contextmanager
@@ -228,38 +228,41 @@ class StoreCheck:
         return Row(name, Verdict.OK, finding, "", figures)
 
     def _pays(self, model: ModelShape, reads: Sequence[tuple[int, float]]) -> Row:
-        """Decide as the cache would for a prefix that no tier of the engine has."""
+        """Decide as the cache would on an idle device, for a prefix that no tier of the engine has."""
         limits, page_bytes = self._subject.config.break_even, self._codec.payload_bytes
         bus, prefill = limits.host_bandwidth or _BUS_BYTES_PER_S, limits.prefill_tokens_per_second or self._prefill
         settings = {"host_bandwidth": bus, "prefill_tokens_per_second": prefill}
         rule = BreakEven(limits.model_copy(update=settings), page_bytes)
         for pages, seconds in reads:
             rule.observe_transfer(Route.PREFETCH, pages, seconds)
-        rates = rule.rates()
-        rule.use_rates(rates)
-        token_s = model.token_bytes / rates.storage_bytes_per_s + model.token_bytes / bus
-        most = limits.margin / token_s
+        rule.use_rates(rule.rates())
+        tokens = -(-_PREFIX_TOKENS // self._page_tokens) * self._page_tokens
+        pages = tokens // self._page_tokens
+        fetch_s = rule.fetch_s(pages)
+        assert fetch_s is not None  # all reads were made
+        most = limits.margin * tokens / fetch_s
         name = f"{self.part.name} pays"
         finding = f"{model.name}: {format_size(model.token_bytes)} of KV per token, over a bus of {_speed(bus)}"
         figures: Figures = {"token_bytes": model.token_bytes, "prefill_max": most}
         if prefill is None:
-            return Row(name, Verdict.INFO, f"{finding}; hits pay up to a prefill of {most:,.0f} tokens/s",
-                       "pass --prefill with the engine's tokens/s", figures)  # fmt: skip
-        tokens = -(-_PREFIX_TOKENS // self._page_tokens) * self._page_tokens
-        decision = rule.would(Route.PREFETCH, tokens, tokens // self._page_tokens)
-        ratio = (1 / rates.storage_operations_per_s + tokens * token_s) / (tokens / prefill)
+            return Row(name, Verdict.INFO, f"{finding}; on an idle device, hits pay up to a prefill of {most:,.0f} "
+                       "tokens/s", "pass --prefill with the engine's tokens/s", figures)  # fmt: skip
+        decision, wait_s = rule.would(Route.PREFETCH, tokens, pages), rule.lacking_s(Route.PREFETCH, tokens, pages)
+        ratio = fetch_s * prefill / tokens
         finding += (
-            f"; prefill of {prefill:,} tokens/s makes {_speed(prefill * model.token_bytes)}; fetching {tokens:,} "
-            f"tokens takes {ratio:.2f} of the time of computing them: {decision.value.replace('_', ' ')}"
+            f"; prefill of {prefill:,} tokens/s makes {_speed(prefill * model.token_bytes)}; on an idle device, "
+            f"fetching {tokens:,} tokens takes {ratio:.2f} of the time of computing them: "
+            f"{decision.value.replace('_', ' ')}"
         )
-        figures |= {"ratio": ratio, "decision": decision.value}
+        figures |= {"ratio": ratio, "decision": decision.value, "wait_s": max(0.0, wait_s)}
         if decision.go:
             options = self.part.spec.options
             is_cached = isinstance(options, FileStorageOptions) and not options.direct_io
             advice = "beyond the page cache, the disk's speed counts: see it with direct_io: true" if is_cached else ""
             return Row(name, Verdict.OK, f"{finding}, up to a prefill of {most:,.0f} tokens/s", advice, figures)
-        advice = (f"hits of this store are computed instead: use a faster store, or set break_even.margin to "
-                  f"{math.ceil(10 * ratio) / 10:.1f} to free the device although it takes longer")  # fmt: skip
+        finding += f"; for a request that waits at least {_ms(wait_s)} for the device anyway, it pays"
+        advice = ("hits of requests that wait less are computed: use a faster store, or set break_even.margin to "
+                  f"{math.ceil(10 * ratio) / 10:.1f}, which spares the device but makes them later")  # fmt: skip
         return Row(name, Verdict.WARN, finding, advice, figures)
 
 

@@ -170,19 +170,22 @@ class BreakEvenConfig(Section):
 
     mode: Literal["measure", "always"] = Field(
         default="measure",
-        description="`measure`: fetch a hit from host or storage if that is faster than computing it, by measured "
-        "speeds; an unknown speed counts as fast. `always`: fetch every hit.",
+        description="`measure`: fetch a hit from host or storage if computing it would take longer, by measured "
+        "speeds. A prefetch may take as much longer as its request waits for the device anyway, and as requests behind "
+        "it would wait for the computing. An unknown speed counts as fast. `always`: fetch every hit.",
     )
     margin: Number = Field(
         default=1.0, gt=0, le=1024,
-        description="Limit of the fetching time as a multiple of the computing time. Above 1 frees the device for "
-        "other requests but delays this one.",
+        description="Weight of the computing time in the comparison of `mode: measure`. Above 1 spares the device, "
+        "and makes requests that do not wait later; below 1 computes hits that save little. Waiting counts in any "
+        "case.",
     )
     writes: Literal["measure", "always"] = Field(
         default="measure",
-        description="`measure`: do not store a page that is always slower to read back than to compute, except one in "
-        "sixteen, to detect a faster store. `always`, also implied by `mode: always`: store all pages, for engines "
-        "that share the store and compute more slowly or are nearer to it.",
+        description="`measure`: do not store a page if reading its prompt back would not pay, even after the usual "
+        "wait of the last prefetches; one run in sixteen is stored, to detect a faster store. `always`, also implied "
+        "by `mode: always`: store all pages, for engines that share the store and compute more slowly or are nearer "
+        "to it.",
     )
     prefill_tokens_per_second: Tokens | None = Field(
         default=None,

@@ -69,7 +69,8 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
                "storage fails. prefetch_timeout, prefetch_unanswered, prefetch_queued: storage is slow."),
     MetricSpec("break_even_decisions_total", "Decisions to fetch or store (or not: too_slow, calibration), by reason.",
                ("route", "reason"), lambda s: s.break_even.decisions,
-               "Many too_slow: computing is faster than fetching from the tier."),
+               "Many too_slow: computing is faster than fetching from the tier, even if waiting for the device counts. "
+               "partly: only the first pages are fetched, because more would make the request later."),
     MetricSpec("break_even_prefill_tokens_per_second", "Prefill speed used in decisions; absent if unknown.", (),
                lambda s: s.break_even.rates.prefill_tokens_per_s or None,
                "Until the engine reports forwards, every hit is fetched."),

@@ -18,6 +18,7 @@ from hicache.cache.break_even import (
     PREFILL_TOKENS_MIN,
     PROBE_EVERY,
     WINDOW,
+    Ahead,
     BreakEven,
     Decision,
     RateEstimator,
@@ -74,6 +75,19 @@ def test_a_tier_above_the_break_even_bandwidth_pays_and_one_below_does_not() -> 
     assert decide(measured(storage=SLOW), Route.PREFETCH) is Decision.TOO_SLOW
     assert decide(measured(host=FAST), Route.LOAD) is Decision.PAYS
     assert decide(measured(host=SLOW), Route.LOAD) is Decision.TOO_SLOW
+
+
+@pytest.mark.parametrize("margin", [1.0, 1.5])
+def test_a_hit_pays_from_the_wait_on_that_it_lacks(margin: float) -> None:
+    break_even = measured(storage=SLOW, config=BreakEvenConfig(margin=margin))
+    hit = (Route.PREFETCH, 1024, 1024 * TOKEN_BYTES)
+    lacking_s = break_even.lacking_s(*hit)
+    fetch_s, compute_s = 1024 * TOKEN_BYTES * (1 / SLOW + 1 / (50 * GIB)), 1024 / PREFILL_TOKENS_PER_S
+    assert lacking_s == pytest.approx(fetch_s - margin * compute_s, rel=0.01)
+    assert break_even.lacking_s(*hit, Ahead(wait_s=0.01)) == pytest.approx(lacking_s - 0.01)
+    assert break_even.would(*hit, Ahead(wait_s=0.99 * lacking_s)) is Decision.TOO_SLOW
+    assert break_even.would(*hit, Ahead(wait_s=1.01 * lacking_s)) is Decision.PAYS
+    assert measured(storage=FAST).lacking_s(*hit) < 0
 
 
 def test_the_cost_of_a_prefetch_includes_the_load_that_follows() -> None:

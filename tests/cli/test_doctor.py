@@ -376,8 +376,12 @@ def test_break_even_is_decided_for_the_model(tmp_path: Path, bandwidth: str, ver
     found = rows(doctor(path, "--model", "llama-3.1-8b", "--prefill", "20000", "--json"))["file pays"]
     assert (found["verdict"], found["figures"]["decision"]) == (verdict, decision)
     assert found["figures"]["token_bytes"] == 128 << 10 and "128.0 KiB" in found["finding"]
+    assert "on an idle device" in found["finding"]
     assert ("break_even.margin" in found["advice"]) == (decision == "too_slow")
-    ratio = found["figures"]["ratio"]
+    ratio, wait_s = found["figures"]["ratio"], found["figures"]["wait_s"]
+    # The wait is the time by which fetching 8,192 tokens exceeds computing them.
+    assert wait_s == pytest.approx(max(0.0, ratio - 1) * 8192 / 20_000)
+    assert (f"waits at least {wait_s * 1e3:,.1f} ms for the device anyway, it pays" in found["finding"]) == (wait_s > 0)
     margin = f"break_even.margin={ratio * 1.01}"
     again = rows(doctor(path, "--model", "llama-3.1-8b", "--prefill", "20000", "--set", margin, "--json"))["file pays"]
     assert again["figures"]["decision"] == "pays", "the ratio is the margin from which hits pay"

@@ -9,6 +9,7 @@ from ...units import counted, format_share, format_size
 from ..tier_names import TIER_NAMES, TIERS
 from .curves import ENOUGH_SHARE
 from .result import SAME_SHARE, Fleet, Plan, Policy
+from .tables import format_duration
 
 # Disks are replaced after about as many years.
 _WEAR_YEARS = 5.0
@@ -20,7 +21,8 @@ UNKNOWNS = (
     "All tiers evict the least recently used page first, and begin empty.",
     "Times to first token are without waiting in queues, and copies do not overlap with compute.",
     "A page is in every tier as soon as it is computed: pages in flight, failures and timeouts are not modelled.",
-    "The cache decides with measured speeds, so near the break-even it fetches less: see `hicache replay --virtual`.",
+    "Hits are those of an idle device. For requests that wait, the cache fetches more, up to all found tokens: see "
+    "`hicache replay --virtual`.",
 )
 
 
@@ -61,7 +63,7 @@ def _reuse(plan: Plan) -> str:
         for tier, use in plan.tiers.items()
     )
     hits, found = (sum(getattr(use, name) for use in plan.tiers.values()) for name in ("hit_tokens", "found_tokens"))
-    refused = "" if hits == found else "; the others are too few or too slow to fetch"
+    refused = "" if hits == found else "; the others are too few to fetch, or too slow for an idle device"
     return (
         f"{traffic.reusable_tokens:,} of {traffic.prompt_tokens:,} prompt tokens "
         f"({format_share(traffic.reusable_tokens, traffic.prompt_tokens)}) can be reused. Of these, the tiers have: "
@@ -127,15 +129,18 @@ def _store(plan: Plan) -> Iterator[str]:
     point = plan.break_even
     if point is None:
         return
-    speed = f"{plan.setup.speeds.storage.read_bytes_per_s / 1e9:.2f} GB/s"
+    reads = plan.setup.speeds.storage.read_bytes_per_s
+    speed = f"{reads / 1e9:.2f} GB/s"
     if point.read_bytes_per_s is None:
         yield "No store pays: copying a page from host memory takes longer than computing it."
         return
     break_even = f"{point.read_bytes_per_s / 1e9:.2f} GB/s"
     if not point.is_above:
+        wait_s = 1000 * plan.setup.token_bytes * (1 / reads - 1 / point.read_bytes_per_s)
         yield (
-            f"The store reads {speed}, below the break-even of {break_even}: computing is faster than reading, so "
-            "the cache hardly reads or stores pages."
+            f"The store reads {speed}, below the break-even of {break_even}: an idle device computes faster, so the "
+            f"cache hardly reads or stores pages. It does for requests that wait: {format_duration(wait_s)} for each "
+            "1,000 tokens of their hit."
         )
     elif point.prefix_tokens is None:
         yield (
@@ -155,7 +160,7 @@ def _wear(plan: Plan) -> Iterator[str]:
     if through is None or through.written_bytes_per_day is None:
         return
     if plan.break_even is not None and not plan.break_even.is_above:
-        return  # the cache stores one run in sixteen only
+        return  # with an idle device, the cache stores one run in sixteen only
     daily = f"write_through writes {format_size(through.written_bytes_per_day)} per day to L3"
     if through.years is None:
         yield f"{daily}."

@@ -41,7 +41,7 @@ def html_report(plan: Plan) -> str:
         _sources(plan),
         "<h2>Tiers</h2>",
         "<p>A tier <em>finds</em> pages that it has and no faster tier has. They are <em>hits</em> if fetching them "
-        "pays. Shares are of all prompt tokens.</p>",
+        "pays with an idle device. Shares are of all prompt tokens.</p>",
         _table(tier_table(plan)),
         *(_curve(plan, tier, colour) for colour, tier in enumerate(TIER_NAMES)),
         "<h2>Time to first token</h2>",

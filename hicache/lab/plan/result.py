@@ -1,7 +1,8 @@
 """The plan of a trace: one frozen value, which is the JSON report.
 
-Pages that a tier *has* are *found*. Pages that the cache also fetches, because fetching pays, are *hits*. Figures of
-tokens count prompt tokens, unless they say otherwise. Sizes of L1 and L2 are those of one node, L3 is shared by all.
+Pages that a tier *has* are *found*. Pages that the cache also fetches, because that pays with an idle device, are
+*hits*. Figures of tokens count prompt tokens, unless they say otherwise. Sizes of L1 and L2 are those of one node, L3
+is shared by all.
 """
 
 from __future__ import annotations
@@ -150,7 +151,7 @@ class MoreMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageBreakEven:
-    """Where reading from storage takes as long as computing.
+    """Where reading from storage takes as long as computing. No request waits for the device.
 
     `read_bytes_per_s` is that bandwidth, without the fixed times: None if the copy from host to device alone takes
     longer than computing. `is_above` is True if the store is at least as fast. `prefix_tokens` is the length from which

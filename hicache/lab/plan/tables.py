@@ -101,7 +101,7 @@ def break_even(plan: Plan) -> str | None:
         return "break-even of L3: none, copies from host memory are slower than computing"
     reads = plan.setup.speeds.storage.read_bytes_per_s
     pays = "never pays" if point.prefix_tokens is None else f"pays from {point.prefix_tokens:,} tokens on"
-    return f"break-even of L3: {point.read_bytes_per_s / 1e9:.3g} GB/s; it reads {reads / 1e9:.3g} GB/s, {pays}"
+    return f"idle break-even of L3: {point.read_bytes_per_s / 1e9:.3g} GB/s; it reads {reads / 1e9:.3g} GB/s, {pays}"
 
 
 def format_duration(seconds: float | None) -> str:

@@ -5,7 +5,8 @@ pages on L1, but at most half of L2 (`write_through`), so both together reach to
 has all pages with a distance among all requests below its size, because uses on L1 and L2 refresh it.
 
 A hit is fetched by the rules of the cache: `prefetch.threshold_tokens` and `load_back_threshold_tokens`, and break-even
-with the speeds given here instead of measured ones (`hicache/cache/break_even.py`), by the times in `Costs`.
+with the speeds given here instead of measured ones (`hicache/cache/break_even.py`), by the times in `Costs`. No
+request waits for the device, so the plan fetches the least that the cache fetches under any load.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ back on another node than the one that needs it.
   has no copies of new pages, so it reaches further; that closing the cache writes the rest; and that a crash loses
   more.
 
-All leave out that the cache stores one run in sixteen only while the store is always slower than computing.
+All leave out that the cache stores one run in sixteen only while the store is slower than computing and few
+requests wait for the device.
 """
 
 from __future__ import annotations

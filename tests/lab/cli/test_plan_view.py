@@ -32,7 +32,7 @@ write_through            33.5 %  100.0 GiB    2.3 TiB  10.5 years
 write_through_selective  21.5 %   40.0 GiB  960.0 GiB   36.5 days
 write_back               31.5 %   90.0 GiB    2.1 TiB  12.0 years
 
-break-even of L3: 1.5 GB/s; it reads 3 GB/s, pays from 128 tokens on
+idle break-even of L3: 1.5 GB/s; it reads 3 GB/s, pays from 128 tokens on
 - Do <this>.
 - Then do that.
 Not known: The rest.
@@ -94,7 +94,7 @@ def test_a_store_without_a_limit_is_unlimited() -> None:
     [(StorageBreakEven(read_bytes_per_s=None, is_above=False, prefix_tokens=None),
       "break-even of L3: none, copies from host memory are slower than computing"),
      (StorageBreakEven(read_bytes_per_s=4e9, is_above=False, prefix_tokens=None),
-      "break-even of L3: 4 GB/s; it reads 3 GB/s, never pays")],
+      "idle break-even of L3: 4 GB/s; it reads 3 GB/s, never pays")],
 )  # fmt: skip
 def test_a_store_that_never_pays_is_named(point: StorageBreakEven, said: str) -> None:
     assert said in screen(example(break_even=point))

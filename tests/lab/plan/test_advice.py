@@ -9,7 +9,7 @@ import pytest
 from hicache.errors import InvalidInput
 from hicache.lab.plan.advice import recommendation
 from hicache.lab.plan.result import Plan, Policy, StorageBreakEven
-from hicache.lab.speeds import ComputeSpeed, Speeds
+from hicache.lab.speeds import ComputeSpeed, Speeds, StorageSpeed
 from hicache.lab.traces.routing import Routing
 from hicache.units import format_size
 from tests.lab.plan.world import conversations, plan_of
@@ -42,7 +42,8 @@ def test_the_reusable_tokens_are_divided_among_tiers() -> None:
     plan = plan_of(TURNS, 13, 4, None)
     assert plan.recommendation[0] == (
         "3,072 of 4,608 prompt tokens (66.7 %) can be reused. Of these, the tiers have: L1 device 50.0 %, "
-        "L2 host 25.0 %, L3 storage 25.0 %. 75.0 % are hits; the others are too few or too slow to fetch."
+        "L2 host 25.0 %, L3 storage 25.0 %. 75.0 % are hits; the others are too few to fetch, or too slow for an idle "
+        "device."
     )
 
 
@@ -143,6 +144,17 @@ def test_the_store_is_compared_with_its_break_even(point: StorageBreakEven, part
     assert has_sentence(replace(plan_of(TURNS, 0, 1, None), break_even=point), part)
 
 
+def test_a_slow_store_is_advised_with_the_wait_from_which_it_pays() -> None:
+    # A token has one byte. Reading 1,000 of them takes 10 s, and computing them less the copy takes 4 s.
+    speeds = Speeds(storage=StorageSpeed(read_bytes_per_s=100, write_bytes_per_s=100))
+    point = StorageBreakEven(read_bytes_per_s=250, is_above=False, prefix_tokens=None)
+    plan = replace(plan_of(TURNS, 0, 1, None, speeds=speeds), break_even=point)
+    assert one_sentence(plan, "The store reads").endswith(
+        "an idle device computes faster, so the cache hardly reads or stores pages. It does for requests that wait: "
+        "6.00 s for each 1,000 tokens of their hit."
+    )
+
+
 def written(pages: int, years: float | None) -> Policy:
     """A policy that writes so much."""
     hits = {"device": 100, "host": 0, "storage": pages}
@@ -188,5 +200,5 @@ def test_a_difference_within_the_error_of_a_plan_advises_no_routing() -> None:
 
 def test_unknowns_say_what_a_plan_leaves_out() -> None:
     unknowns = " ".join(plan_of(TURNS, 0, 1, 1).unknowns)
-    for part in ("near the break-even", "prompts of this trace", "least recently used", "queues", "overlap"):
+    for part in ("an idle device", "prompts of this trace", "least recently used", "queues", "overlap"):
         assert part in unknowns

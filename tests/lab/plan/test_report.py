@@ -53,7 +53,7 @@ def test_the_page_names_the_figures_of_the_plan() -> None:
         "1.00 M", "40.0 %", "27.0 %", "250 ms", "mean time to first token; 2.00 s without a cache", "87.5 %",
         "given 8.0 GiB: 10.0 %", "given 64.0 GiB: 5.0 %", "given 256.0 GiB: 20.0 %",
         "95 % of the most 310.0 GiB: 28.5 %", "bend 8.0 GiB: 8.3 %", "960.0 GiB", "36.5 days",
-        "Break-even of L3: 1.5 GB/s", "3, 250,000 tokens", "device 20, host 2, storage 0.5",
+        "Idle break-even of L3: 1.5 GB/s", "3, 250,000 tokens", "device 20, host 2, storage 0.5",
     ):  # fmt: skip
         assert shown in text, shown
 
