@@ -13,6 +13,8 @@ import math
 from collections import deque
 from itertools import islice
 
+from ..errors import InvariantError
+
 # The begins and arrivals from which rates are estimated, and the fewest that show one.
 WINDOW = 16
 RECORDS_MIN = 4
@@ -30,13 +32,20 @@ class ComputeQueue:
         self._arrived_s: deque[float] = deque(maxlen=WINDOW)
         self._begun_s: deque[float] = deque(maxlen=WINDOW)  # only begins that left others waiting
 
-    def arrive(self, rid: str, left_tokens: int, now_s: float) -> None:
-        """Add a request, at the end unless it is known; as far as is known, it will compute `left_tokens` tokens."""
-        if not self._waiting:
-            self._begun_s.clear()
-        self._waiting[rid] = None
-        self._left[rid] = max(1, left_tokens)
-        self._arrived_s.append(now_s)
+    def arrive(self, rid: str, left_tokens: int, now_s: float, *, again: bool = False) -> None:
+        """Add a request at the end, unless it waits already; as far as is known, it will compute `left_tokens` tokens.
+        `again`: it was preempted, so it waits before all others, and is not an arrival."""
+        left_tokens = max(1, left_tokens)
+        if rid not in self._waiting:
+            if not self._waiting:
+                self._begun_s.clear()
+            if again:
+                self._waiting = {rid: None, **self._waiting}
+                self._left = {rid: left_tokens, **self._left}
+            else:
+                self._waiting[rid] = None
+                self._arrived_s.append(now_s)
+        self._left[rid] = left_tokens
 
     def expect(self, rid: str, left_tokens: int) -> None:
         """Correct the tokens that are left of a waiting request: more of its pages were found."""
@@ -58,6 +67,10 @@ class ComputeQueue:
         """Forget a request that has ended or will not begin."""
         self._left.pop(rid, None)
         self._waiting.pop(rid, None)
+
+    def __len__(self) -> int:
+        """Return the number of requests that wait or have tokens left."""
+        return len(self._left)
 
     def first(self, count: int) -> list[str]:
         """Return the first `count` waiting requests."""
@@ -94,3 +107,8 @@ class ComputeQueue:
         if len(self._arrived_s) < RECORDS_MIN or now_s <= self._arrived_s[0]:
             return 0.0
         return len(self._arrived_s) / (now_s - self._arrived_s[0])
+
+    def check(self) -> None:
+        """Raises InvariantError if the invariant does not hold."""
+        if not self._waiting.keys() <= self._left.keys() or not all(left > 0 for left in self._left.values()):
+            raise InvariantError(f"compute queue: {len(self._waiting)} requests wait, {len(self)} have tokens left")

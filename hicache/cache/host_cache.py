@@ -177,7 +177,9 @@ class HostCache(TieredCache):
         request = self._request(rid, key, match, start_page)
         pages = 0 if request.failed else max(0, match.pages - start_page)
         loading = not own_copy and self._is_loading(rid, match.node, pages)
-        if pages == 0 or not (loading or self._pays(request, pages)):
+        pays = pages > 0 and (loading or self._pays(request, pages))
+        self._queue.expect(rid, (self._key_pages(key) - start_page - pages * pays) * self.page_size)
+        if not pays:
             self._prefetcher.take_arrived(rid)  # the pages that arrived for it need not be held
             return HostMatch(0, loading=False)
         if self._verifier is not None and not loading:
@@ -462,11 +464,9 @@ class HostCache(TieredCache):
         queues = state.controller.queues
         copying_pages = self._loading_pages + self._writing_pages
         queues = replace(
-            queues,
-            load=len(self._loads),
-            write=len(self._writes),
+            queues, load=len(self._loads), write=len(self._writes),
             host_pages_reserved=queues.host_pages_reserved + copying_pages,
-        )
+        )  # fmt: skip
         controller = replace(
             state.controller, queues=queues, loaded_pages=self._loaded_pages, written_pages=self._written_pages
         )

@@ -128,10 +128,10 @@ class Prefetcher:
         if self._share.pages_max == 0:
             return self._skip("prefetch_host_share")
         tree = self._trees.current
-        self._queue.arrive(rid, key.prompt_tokens, self._controller.time_s())
+        self._queue.arrive(rid, self._left_tokens(key), self._controller.time_s())
         match = tree.match(key) if self._is_due(rid, key) else None
         found_pages = sum(tree.peek(key)) if match is None else match.pages
-        self._queue.expect(rid, key.prompt_tokens - max(device_pages, found_pages) * tree.page_size)
+        self._queue.expect(rid, self._left_tokens(key, max(device_pages, found_pages)))
         missing_pages = key.pages(tree.page_size) - found_pages
         is_short = match is not None and missing_pages - max(0, device_pages - found_pages) < self._share.pages_min
         leader = None if match is None else self._leaders.find(key, tree, match)
@@ -158,6 +158,12 @@ class Prefetcher:
             self._share.release(prefetch)  # the pages of its previous attempt: earlier requests may need them
             self._table.move(prefetch, State.QUEUED if leader is None else State.FOLLOWING, leader)
         return True
+
+    def _left_tokens(self, key: RadixKey, cached_pages: int = 0) -> int:
+        """Return the tokens of a prompt after its cached pages. A key of page keys has only whole pages."""
+        page_size = self._trees.current.page_size
+        tokens = key.pages(page_size) * page_size if key.is_given else key.prompt_tokens
+        return tokens - cached_pages * page_size
 
     def _limit_s(self, missing_pages: int) -> float:
         if self._config.policy != "timeout":
@@ -530,7 +536,7 @@ class Prefetcher:
         elif (host_pages := share.reserve(pages, pages_min, all_of_them=may_wait, again=has_waited)) is not None:
             fetch.wanted_pages = rest_pages
             end_page = max(fetch.start_page + len(host_pages), prefetch.device_pages)
-            self._queue.expect(prefetch.rid, prefetch.key.prompt_tokens - end_page * fetch.tree.page_size)
+            self._queue.expect(prefetch.rid, self._left_tokens(prefetch.key, end_page))
             self._read(prefetch, found, host_pages)
         elif may_wait or not self._controller.idle:  # operations in flight also hold room on L2
             self._wait_for_room(prefetch, "prefetch_no_host_room")

@@ -113,7 +113,7 @@ class HiRadixCache(TieredCache):
         request.device_hit_tokens, request.host_hit_tokens, request.storage_hit_tokens = self._count_hits(
             rid, key, len(match.device_pages), len(loaded)
         )
-        self.record_progress(rid, key.prompt_tokens - request.cached_tokens)
+        self._queue.progress(rid, key.prompt_tokens - request.cached_tokens, self.controller.time_s())
         return request
 
     def start_loading(self) -> Transfer | None:
@@ -148,7 +148,7 @@ class HiRadixCache(TieredCache):
         self.caller.require()
         self.running.require(request)
         full = computed_pages(request, key, self.page_size)
-        self.record_progress(request.rid, len(request.key) - len(key))
+        self._queue.progress(request.rid, len(request.key) - len(key), self.controller.time_s())
         if request.tree is not self.tree or self._device_fault is not None:
             return
         shared = request.shared_pages

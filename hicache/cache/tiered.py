@@ -8,6 +8,8 @@ between L2 and the device. All calls are made on the scheduler's thread, which o
 no lock is needed. Only `drain` and `close` wait for I/O. Calls do not raise storage errors.
 
 Conservation of L2, verified by `check()`: free + held by nodes + reserved for operations = capacity.
+
+Longer than 500 lines because all kinds of caches share these calls, their order in a step and the end.
 """
 
 from __future__ import annotations
@@ -285,9 +287,18 @@ class TieredCache:
         """
         self.break_even.observe_prefill(whole("tokens", tokens), number("seconds", seconds))
 
+    def record_arrival(self, rid: str, left_tokens: int, *, again: bool = False) -> None:
+        """Record that a request waits for the device, and that it will compute `left_tokens` tokens of its prompt if
+        nothing is cached. A prefetch does so too, if there is storage; for a request that waits, it changes the tokens.
+        `again`: it has begun before and lost its pages, so it waits before all others."""
+        rid, left_tokens = instance("rid", rid, str), whole("left_tokens", left_tokens)
+        self._queue.arrive(rid, left_tokens, self.controller.time_s(), again=again)
+
     def record_progress(self, rid: str, left_tokens: int) -> None:
         """Record that a request has begun, and that its next forwards compute `left_tokens` tokens of its prompt: the
-        requests after it wait for them. Each call replaces the last; the end of the request ends it."""
+        requests after it wait for them. Each call replaces the last; the end of the request ends it. Raises
+        InvalidInput for a negative number."""
+        rid, left_tokens = instance("rid", rid, str), whole("left_tokens", left_tokens)
         self._queue.progress(rid, left_tokens, self.controller.time_s())
 
     def poll(self) -> bool:
@@ -391,6 +402,7 @@ class TieredCache:
             check_tree(tree)
         self._l2.check()
         self._prefetcher.check()
+        self._queue.check()
         self.controller.gate.check()
 
     def drain(self, timeout_s: float) -> bool:

@@ -27,6 +27,7 @@ from tests.cache.world import GatedBackend, ShiftedClock, filled, prefetch
 
 KEY = prompt(1, 2, 3, 4, tail=0)
 NOTHING = HostMatch(0, loading=False)
+PAGE = GEOMETRY.page_size
 SELECTIVE = every_hit(write_policy="write_through_selective")
 
 
@@ -281,6 +282,59 @@ def test_break_even_does_not_decide_while_another_request_loads_the_pages() -> N
     assert not world.cache.lookup("c", KEY).loading and decisions(world) == 1
 
 
+# Who waits for the device
+
+
+def left(world: HostWorld) -> dict[str, int]:
+    """Return the tokens that are left to compute, by request."""
+    return world.cache._queue._left
+
+
+def test_a_lookup_tells_how_much_of_a_waiting_request_is_left() -> None:
+    world = HostWorld()
+    world.write("a", KEY)
+    world.cache.record_arrival("b", 4 * PAGE + 3)
+    assert left(world) == {"b": 4 * PAGE + 3}
+    world.cache.lookup("b", prompt(1, 2, 9, 8, tail=0))
+    assert left(world) == {"b": 2 * PAGE}
+    world.cache.lookup("b", prompt(1, 2, 9, 8, tail=0), 3)
+    assert left(world) == {"b": PAGE}
+    world.cache.record_progress("b", 2)
+    world.cache.lookup("b", KEY)
+    assert left(world) == {"b": 2}  # it has begun
+    world.cache.abort("b")
+    assert left(world) == {}
+
+
+def test_pages_that_do_not_pay_are_left_to_compute() -> None:
+    slow = BreakEvenConfig(prefill_tokens_per_second=10**9, host_bandwidth=1)
+    world = HostWorld(break_even=BreakEven(slow))
+    world.write("a", KEY)
+    world.cache.poll()
+    world.cache.record_arrival("b", 1)
+    assert world.cache.lookup("b", KEY) == NOTHING and left(world) == {"b": 4 * PAGE}
+
+
+def test_the_wait_of_a_request_with_page_keys_has_the_tokens_of_those_before_it() -> None:
+    world = HostWorld(position_bytes=PAGE_KEY_BYTES, backend=memory_backend())
+    key = RadixKey.of_hashes([bytes([number]) * 32 for number in range(4)])
+    assert world.cache.prefetch("a", key) and world.cache.prefetch("b", key, device_pages=1)
+    assert left(world) == {"a": 4 * PAGE, "b": 3 * PAGE}
+    assert world.cache._queue.wait_s("b", 100, 0.0) == 4 * PAGE / 100
+
+
+def test_a_preempted_request_waits_before_others_and_does_not_arrive_again() -> None:
+    world = HostWorld()
+    for rid in "abcd":
+        world.cache.record_arrival(rid, 100)
+    world.cache.record_progress("a", 0)
+    world.cache.record_arrival("a", 150, again=True)
+    world.cache.record_arrival("b", 50)  # waits already
+    assert left(world) == {"a": 150, "b": 50, "c": 100, "d": 100} and world.cache._queue.first(2) == ["a", "b"]
+    assert len(world.cache._queue._arrived_s) == 4
+    world.cache.check()
+
+
 # Storage
 
 
@@ -457,6 +511,10 @@ def test_a_handle_can_be_ended_only_once_and_only_by_its_own_cache() -> None:
         lambda cache: cache.begin_write("b", KEY, 0.5),
         lambda cache: cache.end_write(None, complete=True),
         lambda cache: cache.record_prefill(-1, 1.0),
+        lambda cache: cache.record_arrival(5, 1),
+        lambda cache: cache.record_arrival("b", -1),
+        lambda cache: cache.record_progress(None, 1),
+        lambda cache: cache.record_progress("b", 0.5),
     ],
 )
 def test_invalid_arguments_are_rejected_and_change_nothing(call: Callable[[Any], object]) -> None:

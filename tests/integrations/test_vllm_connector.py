@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from hicache.integrations.vllm.forwards import Forward
 from hicache.integrations.vllm.jobs import Report
 from hicache.integrations.vllm.scheduler import SchedulerSide
 from tests.waiting import wait_for
@@ -470,10 +471,10 @@ def test_saved_pages_are_stored_without_another_step(engine: Engine) -> None:
 def test_only_prefills_that_did_not_wait_for_a_load_are_measured(tmp_path: Path) -> None:
     with engine_on(tmp_path, NAME, layerwise=True, drafts=3) as engine:
         engine.serve(PROMPT, 9)
-        assert sum(engine.measured) == len(PROMPT)  # drafted tokens do not count
+        assert engine.measured == [Forward(len(PROMPT), 0)]  # drafted tokens do not count
         engine.forget_device()
         engine.serve(PROMPT, 9)
-        assert sum(engine.measured) == len(PROMPT)
+        assert engine.measured == [Forward(len(PROMPT), 0)]
 
 
 def test_hits_from_storage_are_counted_separately(tmp_path: Path) -> None:
@@ -484,3 +485,83 @@ def test_hits_from_storage_are_counted_separately(tmp_path: Path) -> None:
         request = engine.add(engine.request(PROMPT[:9]))
         wait_for(lambda: request.status == "loading", engine.step)
         assert engine.scheduler.loaded_from_storage(request) == 8
+
+
+# Who waits for the device
+
+
+def left(engine: Engine) -> list[tuple[int, bool]]:
+    """Return the tokens that are left of each prompt in the order of the requests, and whether it still waits."""
+    queue = engine.cache._queue
+    return [(tokens, rid in queue._waiting) for rid, tokens in queue._left.items()]
+
+
+def test_a_prompt_has_fewer_tokens_left_after_each_chunk_and_none_when_it_decodes() -> None:
+    with engine_on(None, NAME, budget=10) as engine:
+        for number in range(2):
+            engine.add(engine.request([number, *PROMPT], 5))
+        assert left(engine) == [(23, True), (23, True)]
+        engine.step()
+        assert left(engine) == [(13, False), (23, True)]
+        engine.step()
+        assert left(engine) == [(3, False), (23, True)]
+        engine.step()
+        assert left(engine) == [(16, False)]
+
+
+def test_a_request_waits_from_its_arrival_on_also_without_a_prefetch(tmp_path: Path) -> None:
+    with engine_on(None, NAME) as engine:  # no storage
+        engine.add(engine.request(PROMPT))
+        assert left(engine) == [(22, True)]
+    with engine_on(tmp_path, NAME, budget=10) as engine:
+        skips = engine.add(engine.request(PROMPT, skip_reading_prefix_cache=True))
+        unknown = engine.add(engine.request([1, *PROMPT], adapter="one 1", identified=False))
+        assert left(engine) == [(22, True), (23, True)]
+        engine.step()
+        assert left(engine) == [(12, False), (23, True)]
+        assert unknown.identity is not None
+        unknown.identity.set_result("one 1")
+        engine.run(skips, unknown)
+
+
+def test_pages_on_the_host_are_not_left_to_compute_and_a_hit_of_all_but_one_token_begins(tmp_path: Path) -> None:
+    with engine_on(tmp_path, NAME) as engine:
+        engine.serve(PROMPT[:21])
+        engine.forget_device()
+        engine.hold("load")
+        engine.start(request := engine.request(PROMPT[:21], 9))
+        assert request.status == "loading" and left(engine) == [(1, True)]
+        engine.release("load")
+        wait_for(lambda: request.status == "running", engine.step)
+        assert left(engine) == []
+
+
+def test_a_preempted_request_waits_before_the_others(tmp_path: Path) -> None:
+    with engine_on(tmp_path, NAME, blocks=14) as engine:
+        requests = [engine.request([number, *PROMPT], 20) for number in range(3)]
+        engine.start(*requests[:2])
+        engine.add(requests[2])
+        assert left(engine) == [(20, True)]
+        wait_for(lambda: requests[1].status == "waiting", engine.step)
+        assert [waits for _, waits in left(engine)] == [True, True]
+        assert engine.cache._queue.first(1) == [requests[1].request_id]
+        engine.run(*requests)
+
+
+def test_an_aborted_request_does_not_wait(engine: Engine) -> None:
+    request = engine.add(engine.request(PROMPT))
+    engine.abort(request)
+    assert left(engine) == []
+
+
+def test_no_call_is_made_for_a_request_that_decodes(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    record = engine.cache.record_progress
+
+    def counted(rid: str, left_tokens: int) -> None:
+        calls.append(left_tokens)
+        record(rid, left_tokens)
+
+    monkeypatch.setattr(engine.cache, "record_progress", counted)
+    engine.serve(PROMPT, 20)
+    assert calls == [0]

@@ -22,6 +22,7 @@ from hicache.cache import create_host_cache
 from hicache.cache.host_cache import _host_pages
 from hicache.config import HiCacheConfig
 from hicache.events import EventStream, Medium, PageBlocks
+from hicache.integrations.vllm.forwards import Forward
 from hicache.integrations.vllm.jobs import Report, Step
 from hicache.integrations.vllm.layout import BlockLayout
 from hicache.integrations.vllm.scheduler import SchedulerSide
@@ -82,7 +83,7 @@ class Engine:
         self.failed: set[str] = set()
         self.queue: deque[Done] = deque()
         self.garbage_allowed = False
-        self.measured: list[int] = []  # prompt tokens of each measured forward
+        self.measured: list[Forward] = []
         self.before_update: Callable[[], object] = lambda: None  # called where vLLM handles aborts
         self._counts: dict[str, dict[str, int]] = {"received": {}, "released": {}}
         self._failed_pending: set[str] = set()
@@ -364,7 +365,8 @@ class Engine:
 
     def execute(self, scheduled: Scheduled) -> Done:
         report, collected = None, []
-        self.measured.append(scheduled.step.prefill_tokens)
+        if scheduled.step.measured is not None:
+            self.measured.append(scheduled.step.measured)
         for worker in self.workers:
             worker.flush(scheduled.step)
             worker.begin_step(scheduled.step)
@@ -514,7 +516,7 @@ class Engine:
         self.run(*self.requests.values())
         assert sorted(self.blocks.free) == list(range(1, self.form.blocks)), "blocks are lost"
         side = self.scheduler
-        assert not (side._jobs or side._requests or side.frees_blocks_soon or side._loads)
+        assert not (side._jobs or side._requests or side.frees_blocks_soon or side._loads or len(self.cache._queue))
         statistics = self.cache.statistics()
         assert (statistics.controller.queues.load, statistics.controller.queues.write) == (0, 0)
         with side._called():

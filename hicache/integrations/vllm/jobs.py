@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ...types import PageIds
+from .forwards import Forward
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +34,8 @@ class Step:
     """The orders of one engine step. `layerwise`: the forward of this step waits for `loads`, layer by layer.
 
     `flush` are the requests that lose their blocks in this step: their saves must end before the forward writes.
-    `release` are the ended requests whose blocks vLLM keeps until their saves have ended. `prefill_tokens` are the
-    prompt tokens of a forward that does not wait for loads and computes little else, or 0.
+    `release` are the ended requests whose blocks vLLM keeps until their saves have ended. `measured` has the tokens of
+    a forward to measure, which does not wait for loads; None for the others.
     """
 
     loads: list[Job] = field(default_factory=list)
@@ -42,7 +43,7 @@ class Step:
     layerwise: bool = False
     flush: list[str] = field(default_factory=list)
     release: list[str] = field(default_factory=list)
-    prefill_tokens: int = 0
+    measured: Forward | None = None
 
 
 @dataclass(slots=True)
@@ -56,10 +57,10 @@ class Ended:
 
 @dataclass(slots=True)
 class Report:
-    """The jobs that have ended since the last report, and the slowest measured forward: its prompt tokens, seconds."""
+    """The jobs that have ended since the last report, and the slowest measured forward with its seconds."""
 
     jobs: dict[int, Ended] = field(default_factory=dict)
-    prefill: tuple[int, float] | None = None
+    forward: tuple[Forward, float] | None = None
 
     def merge(self, other: Report) -> Report:
         """Return this report merged with that of another rank, or of a later step."""
@@ -71,6 +72,6 @@ class Report:
                 mine.ranks += ended.ranks
                 mine.seconds = max(mine.seconds, ended.seconds)
                 mine.failed |= ended.failed
-        if other.prefill is not None and (self.prefill is None or other.prefill[1] > self.prefill[1]):
-            self.prefill = other.prefill
+        if other.forward is not None and (self.forward is None or other.forward[1] > self.forward[1]):
+            self.forward = other.forward
         return self

@@ -38,6 +38,7 @@ from ...cache.host_cache import HostLoad, HostWrite
 from ...events import PageBlocks
 from ...keys import RadixKey
 from ...types import NO_PAGES, PageIds
+from .forwards import Forward, ForwardTimes
 from .jobs import Ended, Job, Report, Step
 from .layout import BlockLayout
 
@@ -50,8 +51,6 @@ _IDLE_S = 0.02
 _REST_S = 0.0005
 # How long a request waits for the identity of its adapter; then it shares no pages. Reading 1 GB takes about a second.
 _IDENTIFY_S = 2.0
-# A forward counts as prefill if decoding adds no more than this share to its tokens.
-_DECODE_SHARE_MAX = 0.1
 
 
 class EngineRequest(Protocol):
@@ -79,12 +78,13 @@ class EngineStep(Protocol):
 class _Tracked:
     """A request that has not ended. `adapter` will be its `extra_key` when it has begun, `start_tokens` are the tokens
     that vLLM had at the last match; `tried_pages` the pages that were saved or could not be. A failed save is repeated
-    once."""
+    once. `waits` until its first step, and again after a preemption."""
 
     request: EngineRequest
     adapter: Future[str] | None
     arrived_s: float
     begun: bool = False
+    waits: bool = True
     extra_key: str | None = None
     start_tokens: int = 0
     tried_pages: int = 0
@@ -127,6 +127,7 @@ class SchedulerSide:
         self.cache = cache
         self.on_device: Callable[[bytes], bool] = lambda _: False
         self._clock = cache.controller.clock
+        self._times = ForwardTimes(cache.record_prefill)
         self._layout = layout
         self._layerwise = layerwise
         self._shares_blocks = shares_blocks
@@ -152,6 +153,7 @@ class SchedulerSide:
         with self._called():
             if request.request_id not in self._requests:
                 tracked = self._requests[request.request_id] = _Tracked(request, adapter, self._clock())
+                self.cache.record_arrival(request.request_id, request.num_tokens)
                 self._begin(tracked)
 
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
@@ -234,22 +236,26 @@ class SchedulerSide:
             saving = {job.rid for job in self._jobs.values() if isinstance(job.handle, HostWrite)}
             orders.flush += saving & preempted
             for rid in preempted & self._requests.keys():
-                self._requests[rid].saves.clear()  # they belong to lost blocks
+                self._preempt(self._requests[rid])
             orders.loads, self._loads = self._loads, []
             orders.release, self._released = self._released, []
-            decoded = 0
+            prompt_tokens = decoded_tokens = 0
             for rid, tokens in step.num_scheduled_tokens.items():
-                tracked_request = self._requests.get(rid)
-                if tracked_request is None:
+                tracked = self._requests.get(rid)
+                if tracked is None:
                     continue
-                request = tracked_request.request
-                if request.num_tokens - request.num_computed_tokens > 1:
-                    orders.prefill_tokens += tokens
+                request = tracked.request
+                left_tokens = request.num_tokens - request.num_computed_tokens
+                if left_tokens > 1:
+                    prompt_tokens += tokens
                 else:  # with drafts, several tokens
-                    decoded += tokens
-                self._save(tracked_request, request.num_computed_tokens + tokens, block_ids, orders)
-            if (self._layerwise and orders.loads) or decoded > _DECODE_SHARE_MAX * orders.prefill_tokens:
-                orders.prefill_tokens = 0
+                    decoded_tokens += tokens
+                if left_tokens > 1 or tracked.waits:
+                    self._progress(tracked, left_tokens - tokens)
+                self._save(tracked, request.num_computed_tokens + tokens, block_ids, orders)
+            forward = Forward(prompt_tokens, decoded_tokens)
+            if not (self._layerwise and orders.loads) and self._times.is_wanted(forward):
+                orders.measured = forward
         if not step.num_scheduled_tokens:
             self._clock.sleep(_REST_S)
         return orders
@@ -257,8 +263,8 @@ class SchedulerSide:
     def report(self, report: Report) -> None:
         """Process the workers' reports. A job ends once all workers have reported it."""
         with self._called():
-            if report.prefill is not None:
-                self.cache.record_prefill(*report.prefill)
+            if report.forward is not None:
+                self._times.observe(*report.forward)
             for number, ended in report.jobs.items():
                 job = self._jobs.get(number)
                 if job is None:
@@ -330,6 +336,17 @@ class SchedulerSide:
             if self.cache.prefetch(request.request_id, key, device_pages=there, trace=request.trace_headers):
                 self._describe(request, key, 0)
         return True
+
+    def _preempt(self, tracked: _Tracked) -> None:
+        """Note that a request has lost its blocks, and waits again before all others."""
+        tracked.saves.clear()  # they belong to lost blocks
+        tracked.waits = True
+        self.cache.record_arrival(tracked.request.request_id, tracked.request.num_tokens, again=True)
+
+    def _progress(self, tracked: _Tracked, left_tokens: int) -> None:
+        """Note how many tokens of a prompt will be left after this step; a last single one counts as decoding."""
+        tracked.waits = False
+        self.cache.record_progress(tracked.request.request_id, left_tokens if left_tokens > 1 else 0)
 
     def _prompt_pages(self, request: EngineRequest) -> int:
         """Return how many pages may be loaded: the last token must be computed for its logits."""

@@ -17,14 +17,17 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from ...config import TransferConfig
 from ...errors import TransferError
 from ...tiers import CopyEngine, EngineBlocks, Fence, HostWindow, SharedHostPool, Transfer, create_copy_engine
+from .forwards import Forward
 from .jobs import Ended, Job, Report, Step
 from .layout import BlockLayout
 
@@ -32,6 +35,8 @@ logger = logging.getLogger(__name__)
 
 # A copy that takes longer than this is stuck, and its blocks are about to be overwritten or unmapped.
 _FLUSH_S_MAX = 120.0
+# Measured forwards that have not passed; more than vLLM has in flight.
+_FORWARDS_MAX = 4
 
 
 @dataclass(slots=True)
@@ -107,7 +112,7 @@ class WorkerSide:
 
     def begin_step(self, step: Step) -> None:
         """Start the measurement of a step's forward."""
-        self._timer.begin(step.prefill_tokens)
+        self._timer.begin(step.measured)
 
     def start_loads(self, step: Step) -> None:
         """Start the loads of a step. Does not block."""
@@ -158,8 +163,8 @@ class WorkerSide:
         """Return the report since the last call, or None."""
         measured = self._timer.take()
         if measured is not None:
-            self._report.prefill = measured
-        if not self._report.jobs and self._report.prefill is None:
+            self._report.forward = measured
+        if not self._report.jobs and self._report.forward is None:
             return None
         report, self._report = self._report, Report()
         return report
@@ -197,39 +202,41 @@ def _wait(copies: Iterable[_Copy]) -> None:
 
 
 class _ForwardTimer:
-    """Measures forwards over prompt tokens: on CUDA with events of the stream, which are read after they have
-    passed."""
+    """Measures forwards: on CUDA with events of the stream, which are read after they have passed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tokens = 0
-        self._begun_s = 0.0
-        self._begun: torch.cuda.Event | None = None
-        self._measured: tuple[int, float] | None = None
-        self._pending: tuple[int, torch.cuda.Event, torch.cuda.Event] | None = None
+        self._forward: Forward | None = None
+        self._began: Any = None
+        self._ended: deque[tuple[Forward, Any, Any]] = deque(maxlen=_FORWARDS_MAX)
 
-    def begin(self, tokens: int) -> None:
-        self._tokens = tokens
-        if tokens and self._device.type == "cuda":
-            self._begun = self._mark()
-        elif tokens:
-            self._begun_s = time.perf_counter()
+    def begin(self, forward: Forward | None) -> None:
+        self._forward = forward
+        if forward is not None:
+            self._began = self._mark()
 
     def end(self) -> None:
-        if self._tokens and self._begun is not None:
-            self._pending = (self._tokens, self._begun, self._mark())
-        elif self._tokens:
-            self._measured = (self._tokens, time.perf_counter() - self._begun_s)
-        self._tokens, self._begun = 0, None
+        if self._forward is not None:
+            self._ended.append((self._forward, self._began, self._mark()))
+            self._forward = None
 
-    def take(self) -> tuple[int, float] | None:
-        if self._pending is not None and self._pending[2].query():  # type: ignore[no-untyped-call]
-            tokens, begun, ended = self._pending
-            self._measured, self._pending = (tokens, begun.elapsed_time(ended) / 1e3), None
-        measured, self._measured = self._measured, None
-        return measured
+    def take(self) -> tuple[Forward, float] | None:
+        """Return the next forward that has passed, and its seconds."""
+        if not self._ended:
+            return None
+        forward, began, ended = self._ended[0]
+        if self._device.type == "cuda":
+            if not ended.query():
+                return None
+            seconds = began.elapsed_time(ended) / 1e3
+        else:
+            seconds = ended - began
+        self._ended.popleft()
+        return forward, seconds
 
-    def _mark(self) -> torch.cuda.Event:
+    def _mark(self) -> Any:
+        if self._device.type != "cuda":
+            return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
