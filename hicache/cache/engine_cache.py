@@ -5,7 +5,7 @@ which request runs; SGLang does so. The cache holds only the pages of its tree. 
 tensors with the engine's own free list (`EnginePages`). Per request and in this order:
 
     prefetch_from_storage -> check_prefetch_progress -> find -> lock -> load -> begin -> start_loading
-    -> (forward) -> record_fence -> share* -> unlock
+    -> (forward) -> record_fence -> record_progress and share* -> unlock -> end
 
 `find` promises pages of L2, and `load` loads all of them or none. `share` gives the tree whole pages that the request
 has computed, at each chunk and at its end; the engine then uses the pages of the tree instead of its duplicates, and
@@ -166,7 +166,13 @@ class EngineCache(HiRadixCache):
             self._pins.used(node)
             self._l2.reused(node)
             self._l1.used(node)
+        left_tokens = key.prompt_tokens - pages * self.page_size
+        self._queue.progress(rid, left_tokens, self.controller.time_s())
         return self._count_hits(rid, key, found.device_pages, found.host_pages)
+
+    def end(self, rid: str) -> None:
+        """Note that a request has ended, or was preempted: no other waits for its prompt now."""
+        self._queue.leave(rid)
 
     def share(
         self, rid: str, key: RadixKey, prefix: Prefix, start_page: int, pages: PageIds, *, priority: int = 0,
@@ -282,6 +288,11 @@ class EngineCache(HiRadixCache):
         super()._take_in(acks)
         if acks.fault is not None and not (acks.failed_loads or self.controller.has_ranks):
             self._untold_fault = None  # a copy to L2 failed, so L1 is whole, and the next forward need not fail
+
+    def _may_begin(self, key: RadixKey) -> bool:
+        """Return True: the engine asks only for requests that it can admit, as far as it knows. SGLang stops asking
+        once a batch is full."""
+        return True
 
     def _reusable(self, key: RadixKey) -> RadixKey:
         """Return `key`: the engine has cut off the tokens that it computes."""

@@ -172,6 +172,7 @@ class Engine:
         request.done_pages = max(request.done_pages, end)
         if self.stream is not None:
             self.cache.record_fence(self.stream.record_event())
+        self.cache.record_progress(request.rid, max(0, len(request.tokens) - request.done_pages * PAGE))
         self.share(request)
 
     def share(self, request: Request) -> None:
@@ -196,6 +197,7 @@ class Engine:
         self.running.remove(request)
         self.pages.give(np.array(request.row[request.shared_pages :], np.int32))
         self.cache.unlock(request.lock)
+        self.cache.end(request.rid)
 
     def stamp(self, request: Request, page: int) -> float:
         (key,) = request.key.page_keys(PAGE, b"", 0, page + 1)[page:]
@@ -222,6 +224,7 @@ class Engine:
     def close(self) -> None:
         for request in list(self.running):
             self.end(request)
+        assert not len(self.cache._queue)
         assert self.cache.drain(20)
         self.check()
         assert self.cache.close(20)
@@ -454,3 +457,20 @@ def test_settings_that_contradict_an_engine_with_its_own_slots_are_rejected() ->
     assert isinstance(FreeList(4), EnginePages) and not len(NO_PAGES)
     with engine_of() as engine, pytest.raises(InvalidInput, match="8 bytes per position"):
         engine.cache.find(RadixKey(b"", b"", 8))
+
+
+def test_what_is_left_of_a_prompt_counts_from_its_arrival_to_its_last_chunk() -> None:
+    with engine_of(storage={"type": "memory", "options": {"capacity": "16MiB"}}) as engine:
+        left, tokens = engine.cache._queue._left, tokens_of(1, 4)
+        whole(engine, tokens_of(1, 2))
+        assert engine.cache.drain(20)
+        engine.cache.prefetch_from_storage("waits", engine.key(tokens[:-1]))
+        assert left == {"waits": 2 * PAGE}  # without the pages of L1
+        request = engine.begin(tokens)
+        assert request is not None and left == {"waits": 2 * PAGE, request.rid: 2 * PAGE}
+        engine.compute(request, 1)
+        assert left == {"waits": 2 * PAGE, request.rid: PAGE + 1}
+        engine.end(request)  # a retraction
+        assert left == {"waits": 2 * PAGE}
+        engine.cache.abort_prefetch("waits")
+        assert left == {}

@@ -27,7 +27,7 @@ OURS = [*sorted((INTEGRATIONS / "sglang_tree").glob("*.py")), INTEGRATIONS / "sg
 INHERITED = {
     "available_and_evictable_str", "claim_kv_row", "discard_storage_prefetch_accounting", "evict_for_alloc",
     "evict_sliding_windows", "finish", "free_kv_row", "init_metrics_collector", "load_back_is_cache_owned",
-    "maybe_hand_to_session", "on_release", "prefix_device_indices", "release_radix_session", "release_session",
+    "maybe_hand_to_session", "prefix_device_indices", "release_radix_session", "release_session",
     "resolve_node_handle", "rotation_base_of", "session_records", "supports_auxiliary_swa",
     "supports_fast_match_prefix", "supports_mamba", "supports_prefix_sharing", "supports_swa", "swa_evictable_size",
     "swa_protected_size", "swa_reprefill_tail_tokens", "swa_retain_floor", "swa_retain_window", "swa_transient_size",
@@ -66,6 +66,7 @@ OBJECTS = {
     "context.tp_worker worker": ["managers/tp_worker.py:TpModelWorker"],
     "context.tp_worker.model_runner runner": ["model_executor/model_runner.py:ModelRunner"],
     "scheduler": ["managers/scheduler.py:Scheduler"],
+    "batch": ["managers/schedule_batch.py:ScheduleBatch"],
     "allocator self._allocator self.token_to_kv_pool_allocator": [
         "mem_cache/allocator/base.py:BaseTokenToKVPoolAllocator",
     ],

@@ -70,6 +70,17 @@ def test_a_batch_that_waits_for_a_load_or_computes_nothing_is_not_a_sample(sampl
     assert samples == []
 
 
+def test_a_batch_that_also_decodes_is_not_a_sample_and_the_next_one_is(samples: list[tuple[int, float]]) -> None:
+    clock = clock_of(samples)
+    for tokens in (100, 50):
+        clock.add(Request(0, tokens))
+        clock.begins(loads=False)
+        if tokens == 100:
+            clock.leave_out()
+        clock.ended()
+    assert [tokens for tokens, _ in samples] == [50]
+
+
 def test_a_request_that_was_retracted_before_its_batch_counts_nothing(samples: list[tuple[int, float]]) -> None:
     clock = clock_of(samples)
     clock.add(Request(0, None))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import ScheduleBatch
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.mem_cache.base_prefix_cache import BasePrefixCache
     from sglang.srt.mem_cache.registry import TreeCacheBuildContext
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 NAME = "hicache"
 # SGLang's scheduler looks up storage only with a `--hicache-storage-backend`, which our tree does not use.
 _SCHEDULER_INIT = "sglang.srt.managers.scheduler.Scheduler.__init__"
+# Called only with `--enable-mixed-chunk`, after `ready_to_load_host_cache`.
+_MIX = "sglang.srt.managers.schedule_batch.ScheduleBatch.mix_with_running"
 
 
 def register() -> None:
@@ -29,6 +32,7 @@ def register() -> None:
     if NAME not in registered_radix_cache_backends():
         register_radix_cache_backend(NAME, _build)
         HookRegistry.register(_SCHEDULER_INIT, _ask_for_prefetches, HookType.AFTER)
+        HookRegistry.register(_MIX, _leave_out_mixed, HookType.AFTER)
 
 
 def _build(context: TreeCacheBuildContext) -> BasePrefixCache:
@@ -44,3 +48,11 @@ def _ask_for_prefetches(_: object, scheduler: Scheduler, *__: object, **___: obj
 
     if isinstance(tree := scheduler.tree_cache, HiCacheTree):
         scheduler.enable_hicache_storage = tree.may_wait
+
+
+def _leave_out_mixed(_: object, batch: ScheduleBatch, *__: object, **___: object) -> None:
+    """Do not measure a prefill batch to which requests that decode were added."""
+    from .tree import HiCacheTree  # noqa: PLC0415
+
+    if isinstance(tree := batch.tree_cache, HiCacheTree):
+        tree.leave_out_batch()

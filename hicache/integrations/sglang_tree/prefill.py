@@ -1,8 +1,8 @@
 """Measures how fast SGLang computes prompts, which break-even compares with copies and reads.
 
-A sample is one prefill batch without a load: from `begins`, before its forward, to `ended`, after the work of the step
-was queued. On CUDA the times are events on the stream of the forwards, so that waiting for earlier forwards does not
-count; they are read when they have passed. On a CPU the forward runs between the two calls.
+A sample is one prefill batch without a load and without decoding: from `begins`, before its forward, to `ended`, after
+the work of the step was queued. On CUDA the times are events on the stream of the forwards, so that waiting for earlier
+forwards does not count; they are read when they have passed. On a CPU the forward runs between the two calls.
 """
 
 from __future__ import annotations
@@ -50,6 +50,10 @@ class PrefillClock:
         self._requests.clear()
         self._tokens = 0 if loads else tokens
         self._began = self._now() if self._tokens else None
+
+    def leave_out(self) -> None:
+        """Note that the batch also decodes (`--enable-mixed-chunk`), so it is not a sample."""
+        self._began = None
 
     def ended(self) -> None:
         """Note that the forward of the batch was queued, or on a CPU has run."""

@@ -7,7 +7,7 @@ Written for SGLang 0.5.23. Its scheduler calls per request and in this order:
     finish_storage_prefetch_admission        when it may run
     ready_to_load_host_cache                 once per prefill batch
     checkpoint                               after each chunk of the prompt, and at its end
-    unlock
+    unlock, on_release                       at its end, and at a retraction
 
 and in each step `check_hicache_events`, at its beginning, and `flush_pending_backups`, after its batch.
 
@@ -193,13 +193,14 @@ class HiCacheTree(BasePrefixCache):
     def checkpoint(self, req: Any, *, up_to: int, **kwargs: Any) -> None:
         """Give the tree the whole pages of the first `up_to` tokens of a request, and lock them instead of its prefix.
         The request then uses the tree's slots, and its duplicates are freed."""
+        left_tokens = max(0, len(req.origin_input_ids) - up_to)
+        self.cache.record_progress(rid_of(req.cache_request_handle), left_tokens)
         key = self._key(req.full_untruncated_fill_ids[:up_to], req.extra_key, req.cache_salt)
         if key is None or req.lock is None:
             return
         page_size, start_page = self.page_size, req.kv.cache_protected_len // self.page_size
         begin, end = start_page * page_size, key.pages(page_size) * page_size
-        continues = up_to < len(req.origin_input_ids)
-        if continues:
+        if left_tokens:
             self._prefill.add(req)
         if end <= begin:
             return
@@ -207,7 +208,7 @@ class HiCacheTree(BasePrefixCache):
         old: Prefix = req.lock.node
         shared = self.cache.share(
             req.rid, key, old, start_page, self._pages.pages_of(row[begin:end]), priority=req.priority or 0,
-            continues=continues, session_id=req.session_id,
+            continues=left_tokens > 0, session_id=req.session_id,
         )  # fmt: skip
         if shared.prefix is old:
             return
@@ -220,6 +221,10 @@ class HiCacheTree(BasePrefixCache):
         self.unlock(req.lock)
         req.lock, req.last_node = lock, shared.prefix
         req.kv.cache_protected_len = req.kv.cache_inserted_len = end
+
+    def on_release(self, req: Any, *, checkpointed: bool) -> None:
+        """Note the end of a request, or its retraction."""
+        self.cache.end(rid_of(req.cache_request_handle))
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Free slots. Blocks while their pages must be copied to L2 first."""
@@ -277,6 +282,10 @@ class HiCacheTree(BasePrefixCache):
         number = -1 if transfer is None else self._waits.add(transfer)
         self._waits.set_consumer(number)  # SGLang's workers do not for models without generation; this forward is next
         return number
+
+    def leave_out_batch(self) -> None:
+        """Do not measure this batch, because it also decodes."""
+        self._prefill.leave_out()
 
     def flush_pending_backups(self) -> None:
         """Note the end of a step with a batch."""
