@@ -468,6 +468,7 @@ def test_what_is_left_of_a_prompt_counts_from_its_arrival_to_its_last_chunk() ->
         assert left == {"waits": 2 * PAGE}  # without the pages of L1
         request = engine.begin(tokens)
         assert request is not None and left == {"waits": 2 * PAGE, request.rid: 2 * PAGE}
+        assert engine.cache._queue.first(9) == ["waits"]
         engine.compute(request, 1)
         assert left == {"waits": 2 * PAGE, request.rid: PAGE + 1}
         engine.end(request)  # a retraction
