@@ -69,13 +69,15 @@ class Setup:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requests:
     """Requests by their result. `too_long` requests do not fit into L1 and were skipped. `preempted` counts how often a
-    request was preempted for an older one. `late_s` is the longest delay of an arrival behind its time in the trace."""
+    request was preempted for an older one. `late_s` is the longest delay of an arrival behind its time in the trace.
+    `last_end_s` is the time from the start to the end of the last request; storing goes on after it."""
 
     ended: int
     too_long: int
     unfinished: int
     preempted: int
     late_s: float
+    last_end_s: float = 0.0  # reports of earlier versions do not have it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +152,9 @@ _RESULT = TypeAdapter(ReplayResult)
 _SAMPLE = TypeAdapter(Sample)
 # Fields of which the largest value counts: several engines share a store and run at the same time.
 _LARGEST = frozenset(
-    {(ReplayResult, "elapsed_s"), (Sample, "elapsed_s"), (Requests, "late_s"), (Sample, "storage_bytes")}
-)
+    {(ReplayResult, "elapsed_s"), (Sample, "elapsed_s"), (Sample, "storage_bytes"), (Requests, "late_s"),
+     (Requests, "last_end_s")}
+)  # fmt: skip
 
 
 def samples_csv(result: ReplayResult) -> str:

@@ -49,7 +49,7 @@ class Replay:
         self.cache = cache
         self.complete = False  # `run` has reached its end
         self.ended = self.too_long = self.idle_steps = 0
-        self.late_s = 0.0
+        self.late_s = self.last_end_s = 0.0
         self.times = SchedulerClock()
         self.first_token = Histogram()
         self.series = Series()
@@ -103,6 +103,8 @@ class Replay:
             if record.time_to_first_token_s is not None:
                 self.first_token.add(1e9 * record.time_to_first_token_s)
         self.ended += len(records)
+        if records:
+            self.last_end_s = self._clock() - self._start_s
 
     def rest(self) -> None:
         """Let the workers run, and wait if the last step had nothing to compute."""
@@ -201,6 +203,7 @@ class Replay:
                 unfinished=self.unfinished,
                 preempted=self.engine.statistics().preemptions,
                 late_s=self.late_s,
+                last_end_s=self.last_end_s,
             ),
             tokens=counts.tokens(),
             checked_bytes=counts.checked_bytes,

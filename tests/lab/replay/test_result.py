@@ -48,7 +48,7 @@ def example(**changes: object) -> ReplayResult:
         ),
         complete=True,
         elapsed_s=4.0,
-        requests=Requests(ended=9, too_long=1, unfinished=0, preempted=2, late_s=0.5),
+        requests=Requests(ended=9, too_long=1, unfinished=0, preempted=2, late_s=0.5, last_end_s=2.0),
         tokens=TokenCounts(
             prompt=1000, output=90, seen=800, hits={"device": 300, "host": 200, "storage": 100}, computed=400,
             recomputed=7,
@@ -91,7 +91,7 @@ def test_counts_of_engines_add_up_and_the_longest_time_counts() -> None:
     assert both.wrong_bytes == 3
     assert not both.complete
     assert both.elapsed_s == 6.0
-    assert both.requests == Requests(ended=18, too_long=2, unfinished=0, preempted=4, late_s=0.5)
+    assert both.requests == Requests(ended=18, too_long=2, unfinished=0, preempted=4, late_s=0.5, last_end_s=2.0)
     assert both.tokens.hits == {"device": 600, "host": 400, "storage": 200}
     assert both.skipped["no_device_room"] == 22
     assert both.scheduler.request_cpu.count == 4
