@@ -20,13 +20,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import closing
 from enum import StrEnum
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from hicache.cli.model_shapes import PRESETS
 from hicache.config import load_config
@@ -88,7 +88,6 @@ class Times(NamedTuple):
     computed_s: float
 
 
-Matrix: TypeAlias = "Mapping[Run, Times]"
 # By title: the column of `Times`, and digits after the point.
 FIGURES = {"time until the last request has ended": (0, 1), "mean time to first token": (1, 3)}
 
@@ -132,7 +131,7 @@ def speed_up_of(workload: Workload, requests: int) -> float:
     return speed_up
 
 
-def off(run: Run) -> Run:
+def without_store(run: Run) -> Run:
     """Return the same run without a store."""
     return run._replace(side=Side.OFF, workers=0, speed=0.0)
 
@@ -150,17 +149,17 @@ def cells(
     }
 
 
-def all_runs(runs: Iterable[Run]) -> list[Run]:
+def all_runs(runs: Collection[Run]) -> list[Run]:
     """Return the runs of all sides, each one once."""
-    runs = list(runs)
-    return list(dict.fromkeys([*runs, *(run._replace(side=Side.ALWAYS) for run in runs), *map(off, runs)]))
+    return list(dict.fromkeys([*runs, *(run._replace(side=Side.ALWAYS) for run in runs), *map(without_store, runs)]))
 
 
-def row(label: str, run: Run, matrix: Matrix, figure: str, goal: float | None) -> Row:
+def row(label: str, run: Run, matrix: Mapping[Run, Times], figure: str, goal: float | None) -> Row:
     """Return the row of a cell: one figure of the default beside the better of the other sides."""
     column, digits = FIGURES[figure]
     ours_s = matrix[run][column]
-    reference_s, side = min((matrix[other][column], other.side) for other in (run._replace(side=Side.ALWAYS), off(run)))
+    others = run._replace(side=Side.ALWAYS), without_store(run)
+    reference_s, side = min((matrix[other][column], other.side) for other in others)
     ratio = ours_s / reference_s if reference_s else None
     return Row(label, f"{ours_s:,.{digits}f} s", f"{reference_s:,.{digits}f} s ({side})", ratio, goal)
 
