@@ -18,6 +18,8 @@ from ..errors import InvariantError
 # The begins and arrivals from which rates are estimated, and the fewest that show one.
 WINDOW = 16
 RECORDS_MIN = 4
+# Arrivals are counted over at least this time: requests that arrive at once do not show a rate.
+ARRIVALS_S_MIN = 1.0
 
 
 class ComputeQueue:
@@ -104,9 +106,9 @@ class ComputeQueue:
 
     def arrivals_per_s(self, now_s: float) -> float:
         """Return the rate of the last arrivals, 0 before a few."""
-        if len(self._arrived_s) < RECORDS_MIN or now_s <= self._arrived_s[0]:
+        if len(self._arrived_s) < RECORDS_MIN:
             return 0.0
-        return len(self._arrived_s) / (now_s - self._arrived_s[0])
+        return len(self._arrived_s) / max(ARRIVALS_S_MIN, now_s - self._arrived_s[0])
 
     def check(self) -> None:
         """Raises InvariantError if the invariant does not hold."""

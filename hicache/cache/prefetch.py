@@ -148,8 +148,8 @@ class Prefetcher:
         prefetch.again_s = self._controller.time_s() + AGAIN_S
         if is_short:
             prefetch.waits = False
-            self._share.release(prefetch)
-            self._rest(prefetch)
+            if prefetch.state is State.NEW:
+                self._rest(prefetch)
             return self._skip("prefetch_too_short")
         prefetch.begin_span(missing_pages, context)
         if match is not None and may_lead:

@@ -44,7 +44,7 @@ class HiRadixCache(TieredCache):
     ) -> None:
         super().__init__(host, controller, device.allocator, **options)
         self.device = device
-        self.running = RunningRequests()
+        self.running = RunningRequests(self._queue.leave)
         self._l1 = DeviceTier(
             device.allocator, self._trees, self._l2, controller, self._counters, self.break_even,
             release_arrived=self._prefetcher.chunked.release_arrived,
@@ -181,7 +181,6 @@ class HiRadixCache(TieredCache):
         self.running.require(request)
         if key is not None:
             self.cache_unfinished_req(request, key)
-        self._queue.leave(request.rid)
         if request.gathers and request.tree is self.tree:
             self._l1.used(request.last_node)
         self._l1.read(request.pages[: request.shared_pages])

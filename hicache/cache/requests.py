@@ -6,7 +6,7 @@ tokens of a request, because it gets them only in the call that shares them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -64,7 +64,9 @@ class RunningRequests:
     those of its tree, locked.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ended: Callable[[str], None] = lambda rid: None) -> None:
+        """`ended` is called with the id of each request that ends, but not again when a session releases its pages."""
+        self._ended = ended
         self._by_id: dict[int, RequestKV] = {}  # an object that is referenced here keeps its id
         self._begun: dict[str, RequestKV] = {}
 
@@ -72,7 +74,8 @@ class RunningRequests:
         return iter(self._by_id.values())
 
     def __bool__(self) -> bool:
-        return bool(self._by_id)
+        """True if a request has begun and not ended."""
+        return bool(self._begun)
 
     def require_new(self, rid: str) -> None:
         """Raises InvalidInput if a request with this id has begun and not ended."""
@@ -102,6 +105,7 @@ class RunningRequests:
         del self._by_id[id(request)]
         if self._begun.get(request.rid) is request:
             del self._begun[request.rid]
+            self._ended(request.rid)
         request.pages, request.shared_pages, request.ended = NO_PAGES, 0, True
 
     def hand_over(self, request: RequestKV, *, key: RadixKey, pages: PageIds) -> RequestKV:

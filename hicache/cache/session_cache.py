@@ -351,6 +351,11 @@ class SessionCache(HiRadixCache):
         waiting = (session for session in self._sessions.values() if session.turn is None)
         self._expiry_s = min((session.used_s + session.ttl_s for session in waiting), default=math.inf)
 
+    def _may_have_room(self, pages: int) -> bool:
+        """As in `HiRadixCache`; idle sessions make room."""
+        sessions = self._sessions.values()
+        return super()._may_have_room(pages) or any(session.idle and session.held is not None for session in sessions)
+
     # State
 
     def statistics(self) -> CacheStatistics:

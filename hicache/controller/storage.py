@@ -52,31 +52,34 @@ _Beat: TypeAlias = Callable[[], None]
 
 class SharedTime:
     """Divides time among the reads in flight: while n of them run, each is charged 1/n of it. Writes give way to them.
+    A call that has run for `patience_s` seconds is hung, and does not count any more.
 
     Locking design: one condition guards all fields; workers hold it for a microsecond. It is notified when no read is
     in flight any more.
     """
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, patience_s: float) -> None:
         self._clock = clock
+        self._patience_s = patience_s
         self._idle = threading.Condition()
-        self._calls: dict[Read, tuple[float, float]] = {}  # time, and `_shared_s`, when each began
+        self._calls: dict[Read, float] = {}  # `_shared_s` when each began, in this order
         self._shared_s = 0.0  # what a call that has always run would have been charged
         self._counted_s = -math.inf
 
-    def begin(self, read: Read, now_s: float) -> None:
-        """Note that a call of `read` begins."""
+    def begin(self, read: Read) -> None:
+        """Note that a call of `read` has begun at `called_s`."""
         with self._idle:
-            self._count(now_s)
-            self._calls[read] = now_s, self._shared_s
+            self._count(read.called_s)
+            self._calls[read] = self._shared_s
 
     def end(self, read: Read, now_s: float) -> None:
-        """Add the time of the call to `read.seconds`, and its share to `read.charged_s`."""
+        """Add the time of the call to `read.seconds`, and its share, or all of it if it has hung, to `charged_s`."""
+        seconds = now_s - read.called_s
         with self._idle:
             self._count(now_s)
-            began_s, shared_s = self._calls.pop(read)
-            read.seconds += now_s - began_s
-            read.charged_s += self._shared_s - shared_s
+            shared_s = self._calls.pop(read, None)
+            read.seconds += seconds
+            read.charged_s += seconds if shared_s is None else self._shared_s - shared_s
             if not self._calls:
                 self._idle.notify_all()
 
@@ -89,6 +92,8 @@ class SharedTime:
         if self._calls:
             self._shared_s += (now_s - self._counted_s) / len(self._calls)
         self._counted_s = now_s
+        while self._calls and (oldest := next(iter(self._calls))).called_s < now_s - self._patience_s:
+            del self._calls[oldest]
 
 
 class StorageExecutor:
@@ -115,7 +120,7 @@ class StorageExecutor:
         self._lost: deque[bytes] = deque(maxlen=_LOST_MAX)
         self._hears_losses = hears_losses
         self._apart: set[Read] = set()  # in flight on threads of callers
-        self._reading = SharedTime(clock)
+        self._reading = SharedTime(clock, config.storage_deadline + STUCK_GRACE_S)
         self._write_s = 0.0  # the time of the last batch
         self._touch: Touch | None = None  # the last Touch, until it has ended
         self.gate = StorageGate(host.memory, workers, clock, self._lost.extend if hears_losses else None)
@@ -254,7 +259,7 @@ class StorageExecutor:
             keys = read.keys[start : start + batch]
             frames = self._host.frames(read.host_pages[start : start + batch])
             read.called_s = began_s = self._clock()
-            self._reading.begin(read, began_s)
+            self._reading.begin(read)
             try:
                 outcomes = backend.batch_get(keys, frames, deadline=self._deadline(began_s + read.call_s))
             finally:

@@ -101,7 +101,8 @@ def test_the_most_recently_used_prompts_are_stored_first_and_each_from_its_first
 
 def test_pages_that_are_stored_already_are_not_stored_again() -> None:
     backend = GatedBackend()
-    world = World(device_pages=24, backend=backend, config=BACK)
+    config = every_hit(write_policy="write_back", transfer={"store_host_share": 1.0})
+    world = World(device_pages=24, backend=backend, config=config)
     compute(world, PROMPTS[:2])
     world.cache.evict(10)  # which writes back and stores
     compute(world, PROMPTS[2:])

@@ -125,18 +125,38 @@ def test_steps_that_are_longer_than_the_timeout_cost_no_hits_and_do_not_pause_th
 def test_a_prefetch_continues_after_the_time_of_its_request_until_the_request_begins() -> None:
     backend, clock = stored(), ShiftedClock()
     world = world_of(backend, "timeout", clock)
-    running = world.begin("running", prompt(*range(100, 160)))
     backend.reads.clear()
     world.cache.prefetch_from_storage("a", KEY)
     world.until(backend.entered.is_set)
     assert not world.cache.check_prefetch_progress("a")
     clock.shift_s = 100
     world.arrive("a")
+    running = world.begin("running", prompt(*range(100, 160)))
     assert world.cache.begin_request("a", KEY) is None  # L1 has no room
     backend.reads.set()
     world.settle()
     world.cache.cache_finished_req(running, None)
     assert world.attempt("a", KEY).storage_hit_tokens == 32
+
+
+def test_the_time_of_a_request_does_not_run_while_l1_has_no_room_for_it() -> None:
+    backend, clock = stored(), ShiftedClock()
+    world = world_of(backend, "timeout", clock)
+    running = world.begin("running", prompt(*range(100, 160)))
+    backend.reads.clear()
+    world.cache.prefetch_from_storage("a", KEY)
+    world.until(backend.entered.is_set)
+    for _ in range(9):
+        assert not world.cache.check_prefetch_progress("a")
+        clock.shift_s += 1
+        world.step()
+    world.cache.cache_finished_req(running, None)
+    assert not world.cache.check_prefetch_progress("a")
+    clock.shift_s += 3
+    world.step()
+    assert world.cache.check_prefetch_progress("a")
+    backend.reads.set()
+    world.cache.abort_prefetch("a")
 
 
 def test_a_lookup_that_has_not_ended_when_its_request_begins_is_not_a_miss() -> None:

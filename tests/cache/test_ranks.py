@@ -8,15 +8,17 @@ from typing import Literal
 import pytest
 
 from hicache.backends.storage import Storage
+from hicache.cache.break_even import BreakEven, Route
 from hicache.controller.ranks import RankGroup
 from hicache.errors import TransferError
 from hicache.radix import POLICIES
 from hicache.types import Indices
 from tests.cache.random_engine import NO_POLICIES, STEPS, RandomEngine, small_world
 from tests.cache.ranked import LONG_S, SHORT_S, UnevenCopies, UnreliableBackend, decisions
-from tests.cache.world import WAIT_S, World, memory_backend, prompt
+from tests.cache.world import GEOMETRY, WAIT_S, World, filled, memory_backend, prompt
 from tests.ranks import Exchange
 from tests.seeds import rng, seeds
+from tests.waiting import wait_for
 
 # Operations end at all points of a step.
 pytestmark = [pytest.mark.usefixtures("threads_switch_often"), pytest.mark.long]
@@ -130,6 +132,55 @@ def test_of_ranks_with_the_same_bytes_only_the_first_one_stores(seed: int) -> No
     assert first.set_pages > 0
     assert backends[1].set_pages == 0
     assert hits[0] == hits[1] > 0
+
+
+STORED, NEW = prompt(*range(1, 9)), prompt(*range(11, 19))
+
+
+def measured_rank(group: RankGroup | None, page_s: float, read_s: float) -> World:
+    """Return a rank that has measured the times of computing and of reading a page, over a store that has STORED."""
+    break_even = BreakEven(page_bytes=GEOMETRY.payload_bytes)
+    for pages in (16, 32, 64, 128):
+        break_even.observe_prefill(pages * GEOMETRY.page_size, pages * page_s)
+        break_even.observe_transfer(Route.LOAD, pages, pages * 1e-9)
+        break_even.observe_transfer(Route.PREFETCH, pages, pages * read_s)
+    return World(backend=filled(memory_backend(), STORED), break_even=break_even, ranks=group)
+
+
+def stored_pages_behind_another_prompt(worlds: Sequence[World]) -> list[int]:
+    """Let a stored prompt wait on all ranks for the computing of another one. Return how many pages each rank reads."""
+
+    def step() -> None:
+        for world in worlds:
+            world.step()
+
+    wait_for(lambda: all(world.cache.break_even.prefill_tokens_per_s for world in worlds), step)
+    for rid, key in (("first", NEW), ("second", STORED)):
+        for world in worlds:
+            world.cache.prefetch_from_storage(rid, key)
+    wait_for(lambda: not any(world.cache._prefetcher.is_active("second") for world in worlds), step)
+    for world in worlds:
+        world.cache.abort_prefetch("first")
+        world.cache.abort_prefetch("second")
+    wait_for(lambda: all(world.controller.idle for world in worlds), step)
+    return [world.controller.statistics().prefetched_pages for world in worlds]
+
+
+def test_of_ranks_that_measure_different_speeds_the_slowest_decides_how_much_is_read_during_a_wait() -> None:
+    # While another prompt of 8 pages computes for 0.4 s, 4 of 8 pages arrive that take 0.15 s instead of 0.05 s.
+    groups = Exchange(2).ranks()
+    worlds = [measured_rank(groups[0], 0.01, 0.15), measured_rank(groups[1], 0.05, 0.01)]
+    assert stored_pages_behind_another_prompt(worlds) == [4, 4]
+    rates = [world.cache.statistics().break_even.rates for world in worlds]
+    assert rates[0] == rates[1]
+    for world in worlds:
+        world.close()
+
+
+def test_alone_these_ranks_decide_differently() -> None:
+    """The control."""
+    assert stored_pages_behind_another_prompt([measured_rank(None, 0.01, 0.15)]) == [0]
+    assert stored_pages_behind_another_prompt([measured_rank(None, 0.05, 0.01)]) == [8]
 
 
 class FailingCopies(UnevenCopies):
