@@ -87,7 +87,7 @@ distributed.init_process_group("gloo", init_method="file://" + str(Path("ranks")
 """
 HOST = CONFIG + """
 from hicache.tiers import HostPool
-pool, start_page, seconds = HostPool(geometry, 128), 0, 0.001
+pool, start_page, seconds, prompt_tokens, left_tokens = HostPool(geometry, 128), 0, 0.001, 289, 0
 key = RadixKey.of(range(288))
 """
 WORKERS = """
