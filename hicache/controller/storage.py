@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import math
 import queue
+import statistics
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from .. import tracing
@@ -50,9 +52,16 @@ Operation: TypeAlias = Lookup | Read | Store | Touch
 _Beat: TypeAlias = Callable[[], None]
 
 
+# Reads show that a store is one disk if so many alone and beside writes differ by this factor in their medians.
+_PAGE_TIMES = 7
+_SLOWER = 1.25
+
+
 class SharedTime:
-    """Divides time among the reads in flight: while n of them run, each is charged 1/n of it. Writes give way to them.
-    A call that has run for `patience_s` seconds is hung, and does not count any more.
+    """Divides time among the reads in flight: while n of them run, each is charged 1/n of it. A call that has run for
+    `patience_s` seconds is hung, and does not count any more.
+
+    Writes give way to reads if reads are slower beside writes than alone, as on one disk.
 
     Locking design: one condition guards all fields; workers hold it for a microsecond. It is notified when no read is
     in flight any more.
@@ -65,28 +74,58 @@ class SharedTime:
         self._calls: dict[Read, float] = {}  # `_shared_s` when each began, in this order
         self._shared_s = 0.0  # what a call that has always run would have been charged
         self._counted_s = -math.inf
+        self._writes = 0  # in flight
+        self._write_s = 0.0  # the time of the last write
+        self._beside = set[Read]()  # reads in flight that began beside a write
+        # Charged seconds per page of the last reads: alone, and beside writes.
+        self._page_s: dict[bool, deque[float]] = {False: deque(maxlen=_PAGE_TIMES), True: deque(maxlen=_PAGE_TIMES)}
 
     def begin(self, read: Read) -> None:
         """Note that a call of `read` has begun at `called_s`."""
         with self._idle:
             self._count(read.called_s)
             self._calls[read] = self._shared_s
+            if self._writes:
+                self._beside.add(read)
 
-    def end(self, read: Read, now_s: float) -> None:
-        """Add the time of the call to `read.seconds`, and its share, or all of it if it has hung, to `charged_s`."""
+    def end(self, read: Read, now_s: float, pages: int) -> None:
+        """Add the time of the call, for `pages` pages, to `read.seconds`, and its share, or all of it if it has hung,
+        to `charged_s`."""
         seconds = now_s - read.called_s
         with self._idle:
             self._count(now_s)
             shared_s = self._calls.pop(read, None)
+            charged_s = seconds if shared_s is None else self._shared_s - shared_s
             read.seconds += seconds
-            read.charged_s += seconds if shared_s is None else self._shared_s - shared_s
+            read.charged_s += charged_s
+            is_beside = read in self._beside
+            self._beside.discard(read)
+            if is_beside == (self._writes > 0):  # all of it, as far as is known
+                self._page_s[is_beside].append(charged_s / pages)
             if not self._calls:
                 self._idle.notify_all()
 
-    def give_way(self, until_s: float) -> None:
-        """Wait until no read is in flight, but at most until `until_s`."""
+    @contextmanager
+    def write(self, until_s: float) -> Iterator[None]:
+        """Count a write in flight. On one disk it gives way to reads first, for as long as the last write took: so
+        writing gets half of the time. Waits at most until `until_s`."""
         with self._idle:
-            self._clock.wait_for(self._idle, lambda: not self._calls, until_s)
+            if self._is_one_disk():
+                until_s = min(until_s, self._clock() + self._write_s)
+                self._clock.wait_for(self._idle, lambda: not self._calls, until_s)
+            self._writes += 1
+            began_s = self._clock()
+        try:
+            yield
+        finally:
+            with self._idle:
+                self._writes -= 1
+                self._write_s = self._clock() - began_s
+
+    def _is_one_disk(self) -> bool:
+        alone, beside = self._page_s[False], self._page_s[True]
+        enough = min(len(alone), len(beside)) == _PAGE_TIMES
+        return enough and statistics.median(beside) > _SLOWER * statistics.median(alone)
 
     def _count(self, now_s: float) -> None:
         if self._calls:
@@ -121,7 +160,6 @@ class StorageExecutor:
         self._hears_losses = hears_losses
         self._apart: set[Read] = set()  # in flight on threads of callers
         self._reading = SharedTime(clock, config.storage_deadline + STUCK_GRACE_S)
-        self._write_s = 0.0  # the time of the last batch
         self._touch: Touch | None = None  # the last Touch, until it has ended
         self.gate = StorageGate(host.memory, workers, clock, self._lost.extend if hears_losses else None)
         self._host = host
@@ -263,7 +301,7 @@ class StorageExecutor:
             try:
                 outcomes = backend.batch_get(keys, frames, deadline=self._deadline(began_s + read.call_s))
             finally:
-                self._reading.end(read, self._clock())
+                self._reading.end(read, self._clock(), len(keys))
             read.called_s = math.inf
             _require_outcomes(outcomes, GetOutcome, len(keys))
             hits = 0
@@ -359,15 +397,12 @@ class StorageExecutor:
             beat()
             if store.is_sealed and _any_damage(store, start, keys, frames):
                 return False
-            # Requests wait for reads, and a store may be one disk. So writing gets half of its time while it is read.
-            self._reading.give_way(min(storage.until[Direction.WRITE], self._clock() + self._write_s))
-            beat()
-            deadline = self._deadline(storage.until[Direction.WRITE])
-            if self._clock() >= deadline:
-                return False
-            began_s = self._clock()
-            outcomes = storage.backend.batch_set(keys, frames, parent=parent, deadline=deadline)
-            self._write_s = self._clock() - began_s
+            with self._reading.write(storage.until[Direction.WRITE]):
+                beat()
+                deadline = self._deadline(storage.until[Direction.WRITE])
+                if self._clock() >= deadline:
+                    return False
+                outcomes = storage.backend.batch_set(keys, frames, parent=parent, deadline=deadline)
             _require_outcomes(outcomes, SetOutcome, len(keys))
             store.stored_pages += outcomes.count(SetOutcome.STORED)
             if not all(outcome.is_stored for outcome in outcomes):
