@@ -454,7 +454,7 @@ class Prefetcher:
 
     def _has_room(self, prefetch: Prefetch) -> bool:
         """Return True if L1 may have room for a request, apart from the pages that it had when they were looked up."""
-        pages = -(-prefetch.key.prompt_tokens // self._trees.current.page_size)
+        pages = -(-self._left_tokens(prefetch.key) // self._trees.current.page_size)
         return self.may_have_room(pages - (0 if prefetch.fetch is None else prefetch.fetch.start_page))
 
     def _lead(self, prefetch: Prefetch, match: Match) -> None:
