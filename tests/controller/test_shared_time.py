@@ -62,7 +62,7 @@ class SimulatedStore:
             self.clock.sleep(min(self._left.values()) * others / self.bytes_per_s)
             self._move()
         del self._left[read]
-        self._time.end(read, self.clock())
+        self._time.end(read, self.clock(), len(read.host_pages))
 
     def _move(self) -> None:
         """Move the bytes since the last call: all that are left share the bandwidth."""
@@ -140,8 +140,8 @@ def test_a_call_that_does_not_return_takes_its_share_only_until_it_counts_as_hun
     for began_s, charged_s in ((10.0, 5.0), (PATIENCE_S + 1, 10.0)):
         read.called_s, read.charged_s = began_s, 0.0
         time.begin(read)
-        time.end(read, began_s + 10)
+        time.end(read, began_s + 10, 1)
         assert read.charged_s == charged_s
-    time.end(hung, 1000.0)
+    time.end(hung, 1000.0, 1)
     assert hung.seconds == hung.charged_s == 1000.0
     assert not time._calls
