@@ -353,10 +353,11 @@ def test_the_time_of_a_turn_runs_while_idle_sessions_alone_fill_l1() -> None:
     backend.reads.clear()
     cache.prefetch_from_storage("a", PROMPTS[0])
     world.until(backend.entered.is_set)
+    assert not HiRadixCache._may_have_room(cache, 9)
     assert not cache.check_prefetch_progress("a")
-    clock.shift_s += 100
+    clock.shift_s += 10
     world.step()
-    world.arrive("a")
+    assert cache.check_prefetch_progress("a")
     backend.reads.set()
     world.attempt("a", PROMPTS[0])
     cache.cache_finished_req(request, None)
