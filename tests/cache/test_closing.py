@@ -305,7 +305,7 @@ def test_pages_of_l2_that_give_way_to_their_prefix_at_the_end_count_as_lost(
 def test_pages_that_storage_has_evicted_are_stored_again_only_if_they_were_used_since(is_used: bool) -> None:
     """Otherwise they would replace pages that were used later."""
     backend = memory_backend(capacity_bytes=10 * codec().frame_bytes)
-    world = World(device_pages=32, backend=backend)
+    world = World(device_pages=32, backend=backend, config=every_hit(transfer={"store_host_share": 1.0}))
     compute(world)
     world.settle()
     world.until(lambda: world.cache.statistics().lost_pages == 10)
