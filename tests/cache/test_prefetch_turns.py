@@ -459,6 +459,23 @@ def test_a_request_that_starts_again_does_not_wait_for_one_that_waits_for_its_ro
     assert (request.storage_hit_tokens, request.host_hit_tokens) == (32 if turn == "follows" else 64, 0)
 
 
+def test_a_request_that_starts_again_and_waits_for_its_turn_releases_its_pages() -> None:
+    key = prompt(*range(1, 17))
+    backend = store_of(key, PROMPTS[5])
+    world = world_of(backend, operations_max=1)
+    world.prefetch("a", key.head(33))
+    assert world.cache._prefetcher._share.arrived_pages == 8
+    backend.reads.clear()
+    world.cache.prefetch_from_storage("b", PROMPTS[5])
+    assert world.cache.prefetch_from_storage("a", key)
+    waiting = world.cache._prefetcher._table.get("a")
+    assert waiting is not None and waiting.state is State.QUEUED
+    assert world.cache._prefetcher._share.arrived_pages == 0
+    backend.reads.set()
+    world.arrive("b", "a")
+    assert world.attempt("a", key).storage_hit_tokens == 64
+
+
 def test_a_failure_of_a_store_that_was_replaced_does_not_pause_the_new_one() -> None:
     class Failing(GatedBackend):
         def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
