@@ -6,9 +6,9 @@ goes through storage and then crosses the bus. All of it is measured while the e
 
     F <= Q + margin x C + a/2 x C^2
 
-Q is the time that its request waits for the device anyway (`ComputeQueue`); reading costs nothing meanwhile. With `a`
-arrivals per second, a x C requests arrive while the device computes, and wait for half of C on average: a fetch spares
-them that. For a load Q and a are 0: its request is at its turn.
+Q is the time that its request waits for the device in any case (`ComputeQueue`): reading during it costs nothing. `a`
+is the rate of arrivals: a x C requests arrive while the device computes, and wait for half of C on average. A fetch
+spares them that. For a load Q and a are 0: its request is at its turn.
 
 If a whole hit does not pay, its first pages may: those for which F <= Q + margin x C, if a longer hit is worse.
 
@@ -232,8 +232,8 @@ class BreakEven:
     def observe_transfer(self, route: Route, pages: int, seconds: float, charged_s: float = 0.0) -> None:
         """Record the time of a copy of `route`, without its time in queues.
 
-        `charged_s` is its share of that time, if copies overlap and divide it among them. The tier has then moved
-        seconds / charged_s times its bytes meanwhile, and one copy, several at once, large and small ones all show the
+        `charged_s` is its share of that time, if copies overlap and divide it among them. In that time, the tier has
+        moved seconds / charged_s times its bytes, and one copy, several at once, large and small ones all show the
         same bandwidth and the same fixed time.
         """
         overlap = seconds / charged_s if 0 < charged_s < seconds else 1.0

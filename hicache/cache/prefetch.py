@@ -485,11 +485,11 @@ class Prefetcher:
             return "prefetch_host_share"
         tokens, ahead = (pages - device_pages) * fetch.tree.page_size, self._ahead(prefetch)
         part_pages = math.inf if device_pages else pages_min  # a part would pay only beyond the device's pages
-        decision = self._break_even.would(Route.PREFETCH, tokens, pages, ahead, part_pages)
-        if not prefetch.looks_again:
-            self._break_even.decide(Route.PREFETCH, tokens, pages, ahead, part_pages)
-        elif not decision.go or decision is Decision.PROBE:
-            return "prefetch_does_not_pay"  # it was counted at the first look, and is not probed more often
+        # A second look was counted at the first one, and is not probed more often.
+        judge_by = self._break_even.would if prefetch.looks_again else self._break_even.decide
+        decision = judge_by(Route.PREFETCH, tokens, pages, ahead, part_pages)
+        if prefetch.looks_again and decision is Decision.PROBE:
+            return "prefetch_does_not_pay"
         fetch.paying_pages = found.pages
         if decision is Decision.PARTLY:
             fetch.paying_pages = self._break_even.paying_pages(tokens, pages, ahead)
