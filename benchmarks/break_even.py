@@ -105,7 +105,6 @@ class Bench:
             engine.cache.drain(DRAIN_S)
             return times
 
-
     def busy(self, directory: Path, side: str) -> tuple[float, float]:
         """Serve all prompts, which arrive at once, over the files of `directory`. Return the seconds until the last one
         ended, and the mean seconds to the first token."""

@@ -12,8 +12,8 @@ spares them that. For a load Q and a are 0: its request is at its turn.
 
 If a whole hit does not pay, its first pages may: those for which F <= Q + margin x C, if a longer hit is worse.
 
-A page is stored if a fetch of the prompt up to it would pay, without the fixed times and with the median Q of the last
-prefetches: a slow store is worth writing to while requests wait.
+A page is stored if a fetch of the prompt up to it would pay, without the fixed times and with the median Q and a of the
+last prefetches: a slow store is worth writing to while requests wait.
 
 The bandwidth of a tier is that of all its transfers together, see `observe_transfer`.
 
@@ -226,7 +226,7 @@ class BreakEven:
         self._agreed = self._measured
         self._given_rates: tuple[int, ...] = ()
         self._seconds: dict[Route, tuple[float, float] | None] = {}
-        self._waits_s: deque[float] = deque(maxlen=WINDOW)  # of the last prefetches
+        self._aheads: deque[Ahead] = deque(maxlen=WINDOW)  # of the last prefetches
         self.use_rates(self._measured)
 
     def observe_transfer(self, route: Route, pages: int, seconds: float, charged_s: float = 0.0) -> None:
@@ -270,9 +270,12 @@ class BreakEven:
         return self._agreed.prefill_tokens_per_s
 
     @property
-    def usual_wait_s(self) -> float:
-        """How long the requests of the last prefetches waited for the device, as their median; 0 before the first."""
-        return statistics.median(self._waits_s) if self._waits_s else 0.0
+    def usual_ahead(self) -> Ahead:
+        """What was ahead of the last prefetches, as medians, without reads; nothing before the first."""
+        if not (aheads := self._aheads):
+            return NOTHING_AHEAD
+        wait_s = statistics.median(ahead.wait_s for ahead in aheads)
+        return Ahead(wait_s, 0, statistics.median(ahead.arrivals_per_s for ahead in aheads))
 
     def fetch_s(self, pages: int) -> float | None:
         """Return the seconds for fetching pages from storage; None while a speed is unknown."""
@@ -289,7 +292,7 @@ class BreakEven:
         """
         decision = self.would(route, tokens, pages, ahead, part_pages)
         if route is Route.PREFETCH:
-            self._waits_s.append(ahead.wait_s)
+            self._aheads.append(ahead)
         self._refused[route] = 0 if decision.go else self._refused[route] + 1
         self._decisions[route, decision] += 1
         if decision is Decision.UNMEASURED and route is not Route.STORE:

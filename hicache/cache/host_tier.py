@@ -299,7 +299,7 @@ class HostTier:
         while node.parent is not None:
             pages += tree.pages(node)
             node = node.parent
-        return pages * tree.page_size, pages, Ahead(self._break_even.usual_wait_s)
+        return pages * tree.page_size, pages, self._break_even.usual_ahead
 
     def stored(self, store: Store) -> None:
         """Handle the end of a store. If a page is missing, its next use tries again."""

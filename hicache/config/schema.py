@@ -182,10 +182,10 @@ class BreakEvenConfig(Section):
     )
     writes: Literal["measure", "always"] = Field(
         default="measure",
-        description="`measure`: do not store a page if reading its prompt back would not pay, even after the usual "
-        "wait of the last prefetches; one run in sixteen is stored, to detect a faster store. `always`, also implied "
-        "by `mode: always`: store all pages, for engines that share the store and compute more slowly or are nearer "
-        "to it.",
+        description="`measure`: do not store a page if reading its prompt back would not pay, with the usual "
+        "waits and arrivals of the last prefetches; one run in sixteen is stored, to detect a faster store. `always`, "
+        "also implied by `mode: always`: store all pages, for engines that share the store and compute more slowly or "
+        "are nearer to it.",
     )
     prefill_tokens_per_second: Tokens | None = Field(
         default=None,

@@ -158,24 +158,30 @@ def test_a_part_that_pays_ends_a_run_of_refusals() -> None:
 
 def test_a_slow_store_is_written_to_while_requests_wait() -> None:
     break_even = break_even_of(SLOW)
-    assert break_even.usual_wait_s == 0.0
+    assert break_even.usual_ahead == Ahead()
     for wait_s in (0.0, 5.0, 5.0, 5.0):
-        break_even.decide(Route.PREFETCH, 6400, 100, Ahead(wait_s))
-    assert break_even.usual_wait_s == 5.0
-    ahead = Ahead(break_even.usual_wait_s)
+        break_even.decide(Route.PREFETCH, 6400, 100, Ahead(wait_s, 1000))
+    assert break_even.usual_ahead == (ahead := Ahead(5.0)), "the reads ahead are those of another time"
     assert break_even.would(Route.STORE, 6400, 100) is Decision.TOO_SLOW
     assert break_even.would(Route.STORE, 6400, 100, ahead) is Decision.PAYS
     assert break_even.would(Route.STORE, 64_000, 1000, ahead) is Decision.TOO_SLOW, "36 s late after a wait of 5 s"
     for _ in range(WINDOW // 2 + 1):
         break_even.decide(Route.PREFETCH, 6400, 100)
-    assert break_even.usual_wait_s == 0.0
+    assert break_even.usual_ahead == Ahead()
+
+
+def test_a_slow_store_is_written_to_if_fetching_relieves_the_requests_that_arrive() -> None:
+    break_even = break_even_of(SLOW)
+    for _ in range(WINDOW):
+        break_even.decide(Route.PREFETCH, 6400, 100, Ahead(arrivals_per_s=4.0))
+    assert break_even.would(Route.STORE, 6400, 100) is Decision.TOO_SLOW
+    assert break_even.would(Route.STORE, 6400, 100, break_even.usual_ahead) is Decision.PAYS
 
 
 @given(rates, hits, aheads, margins)
-def test_a_run_whose_prefetch_pays_without_arrivals_is_stored_if_such_waits_are_usual(
+def test_a_run_whose_prefetch_pays_is_stored_if_what_was_ahead_of_it_is_usual(
     speed: Rates, pages: int, ahead: Ahead, margin: float
 ) -> None:
     break_even, tokens = break_even_of(speed, margin), pages * PAGE_TOKENS
-    ahead = ahead._replace(arrivals_per_s=0.0)
     if break_even.decide(Route.PREFETCH, tokens, pages, ahead) is Decision.PAYS:
-        assert break_even.would(Route.STORE, tokens, pages, Ahead(break_even.usual_wait_s)) is Decision.PAYS
+        assert break_even.would(Route.STORE, tokens, pages, break_even.usual_ahead) is Decision.PAYS

@@ -36,8 +36,6 @@ pytestmark = pytest.mark.long
 CONVERSATIONS, TURNS = 60, 200
 # Each load and each speed, and both numbers of workers, in a tenth of the two traces' matrices.
 TENTH = slice(2, None, 6)
-# Cells that miss the goal, with limits that they keep: an idle node at break-even, and a busy one below it.
-ABOVE = {"load 0.3, 1 worker, store 1 x": 1.06, "load 1.5, 8 workers, store 0.7 x": 1.08}
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +82,7 @@ calibrated = functools.cache(speed_up_of)
 def test_the_default_is_as_fast_as_the_better_of_each_hit_and_no_store(conversations: Workload, number: int) -> None:
     runs = cells(conversations, calibrated(conversations, TURNS), TURNS)
     label, run = list(runs.items())[TENTH][number]
-    assert max(ratios(run)) <= ABOVE.get(label, GOAL), label
+    assert max(ratios(run)) <= GOAL, label
 
 
 @pytest.mark.parametrize("speed", [1.3, 4.0])
