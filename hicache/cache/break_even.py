@@ -227,6 +227,7 @@ class BreakEven:
         self._given_rates: tuple[int, ...] = ()
         self._seconds: dict[Route, tuple[float, float] | None] = {}
         self._aheads: deque[Ahead] = deque(maxlen=WINDOW)  # of the last prefetches
+        self._usual_ahead: Ahead | None = NOTHING_AHEAD  # None if it is to be computed
         self.use_rates(self._measured)
 
     def observe_transfer(self, route: Route, pages: int, seconds: float, charged_s: float = 0.0) -> None:
@@ -272,10 +273,10 @@ class BreakEven:
     @property
     def usual_ahead(self) -> Ahead:
         """What was ahead of the last prefetches, as medians, without reads; nothing before the first."""
-        if not (aheads := self._aheads):
-            return NOTHING_AHEAD
-        wait_s = statistics.median(ahead.wait_s for ahead in aheads)
-        return Ahead(wait_s, 0, statistics.median(ahead.arrivals_per_s for ahead in aheads))
+        if self._usual_ahead is None:
+            waits_s, _, arrivals_per_s = zip(*self._aheads, strict=True)
+            self._usual_ahead = Ahead(statistics.median(waits_s), 0, statistics.median(arrivals_per_s))
+        return self._usual_ahead
 
     def fetch_s(self, pages: int) -> float | None:
         """Return the seconds for fetching pages from storage; None while a speed is unknown."""
@@ -293,6 +294,7 @@ class BreakEven:
         decision = self.would(route, tokens, pages, ahead, part_pages)
         if route is Route.PREFETCH:
             self._aheads.append(ahead)
+            self._usual_ahead = None
         self._refused[route] = 0 if decision.go else self._refused[route] + 1
         self._decisions[route, decision] += 1
         if decision is Decision.UNMEASURED and route is not Route.STORE:

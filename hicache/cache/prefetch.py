@@ -73,9 +73,10 @@ TRIES_PER_STEP = 32
 # A prefetch starts when its turn comes in less than this, and the time for fetching its whole prompt twice.
 EARLY_S = 2.0
 LEAD = 2
-# How many of the waiting requests are looked up at once and again, and how often at most.
+# How many of the waiting requests are looked up at once and again, how often at most, and how often they are checked.
 FIRST = 8
 AGAIN_S = 1.0
+CHECK_S = AGAIN_S / FIRST
 
 
 class Prefetcher:
@@ -103,6 +104,7 @@ class Prefetcher:
         self._break_even = break_even
         self._queue = queue
         self._arrivals = 0
+        self._checked_s = -math.inf
         self._table = PrefetchTable()
         self._operations: dict[Lookup | Read, Prefetch] = {}
         self._leaders = Leaders()
@@ -390,6 +392,9 @@ class Prefetcher:
     def _look_again(self) -> None:
         """Look up those of the first waiting requests again that were not looked up for a while."""
         now_s, tree = self._controller.time_s(), self._trees.current
+        if now_s < self._checked_s + CHECK_S:
+            return
+        self._checked_s = now_s
         for rid in self._queue.first(FIRST):
             prefetch = self._table.get(rid)
             if prefetch is None or prefetch.state not in AT_REST or now_s < prefetch.again_s or not self._may_lead():
