@@ -1,6 +1,6 @@
 """Whether a store ever costs time: replays with the default, with `break_even.mode: always`, and without a store.
 
-    python -m benchmarks.paying [CHAT_TRACE AGENTS_TRACE] [--only chat|agents]
+    python -m benchmarks.paying [CHAT_TRACE AGENTS_TRACE] [--only chat|agents] [--waiting-max N]
 
 Replays are in virtual time, so each one has one answer, which the machine and its load do not change. Each cell of the
 matrix is a trace, an offered load, a number of I/O workers and a speed of the store, in multiples of break-even: the
@@ -9,6 +9,10 @@ long as its arrivals.
 
 The figures of a cell are the time until the last request has ended, and the mean time to first token. Ours is the
 default, the reference is the better of the other two. ratio = ours : reference; goals are maximums.
+
+Arrivals wait outside while the queue has `--waiting-max` requests, and their time to first token begins when they are
+admitted. In a longer queue each lost hit delays all requests behind it, and more hits are lost while they wait: so
+small differences grow, and the goals do not apply.
 
 The traces are not part of this project; docs/traces.md says where to get them. The goals apply to Mooncake's
 conversation trace and to the sessions of coding agents of kv-cache-tester. Without them a synthetic trace is replayed,
@@ -45,6 +49,7 @@ HOST_BYTES_PER_S = 20e9
 STORE_FIXED_S = 200e-6
 BREAK_EVEN_BYTES_PER_S = PREFILL_TOKENS_PER_S * PRESETS[MODEL].geometry(1).token_bytes
 DEVICE_TOKENS, HOST_TOKENS = 131_072, 262_144
+WAITING_MAX = 8
 LOADS = (0.3, 0.7, 1.0, 1.5)
 WORKERS = (1, 8)
 SPEEDS = (0.5, 0.7, 1.0, 1.3, 2.0, 4.0, 8.0)
@@ -61,11 +66,13 @@ class Side(StrEnum):
 
 
 class Workload(NamedTuple):
-    """A trace (None: the synthetic one), and how many times `DEVICE_TOKENS` and `HOST_TOKENS` L1 and L2 have."""
+    """A trace (None: the synthetic one), how many times `DEVICE_TOKENS` and `HOST_TOKENS` L1 and L2 have, and how many
+    requests may wait."""
 
     name: str
     trace: Path | None
     size: int = 1
+    waiting_max: int = WAITING_MAX
 
 
 class Run(NamedTuple):
@@ -106,7 +113,8 @@ def job_of(run: Run) -> ReplayJob:
         entries["break_even.mode"] = "always"
     return ReplayJob(
         config=load_config(None, environ={}, overrides=entries), trace=workload.trace, requests=run.requests,
-        preset=MODEL, prefill_tokens_max=PREFILL_TOKENS_MAX, speeds=speeds, virtual=True, speed_up=run.speed_up,
+        preset=MODEL, prefill_tokens_max=PREFILL_TOKENS_MAX, waiting_max=workload.waiting_max, speeds=speeds,
+        virtual=True, speed_up=run.speed_up,
     )  # fmt: skip
 
 
@@ -123,7 +131,7 @@ def replayed(run: Run) -> Times:
 
 def speed_up_of(workload: Workload, requests: int) -> float:
     """Return the factor by which the arrivals of a trace are faster at load 1."""
-    speed_up = 1.0
+    speed_up, workload = 1.0, workload._replace(waiting_max=WAITING_MAX)
     for _ in range(CALIBRATIONS):
         run = Run(workload, requests, speed_up, Side.OFF)
         at_ms = [request.timestamp_ms for request in job_of(run).requests_of_trace()]
@@ -190,6 +198,7 @@ def main() -> None:
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE",
                         help="the chat trace and the agents' trace (default: a synthetic one, no goals)")  # fmt: skip
     parser.add_argument("--only", choices=("chat", "agents"), help="one of the two traces")
+    parser.add_argument("--waiting-max", type=int, default=WAITING_MAX, metavar="N", help="the longest queue")
     options = parser.parse_args()
     if len(options.traces) not in (0, 2):
         parser.error("name both traces or neither")
@@ -201,7 +210,8 @@ def main() -> None:
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         for name, workload in workloads.items():
             if options.only in (None, name):
-                show(workload, pool, GOAL if options.traces else None)
+                goal = GOAL if options.traces and options.waiting_max == WAITING_MAX else None
+                show(workload._replace(waiting_max=options.waiting_max), pool, goal)
 
 
 if __name__ == "__main__":
