@@ -36,7 +36,7 @@ MINUTES ?= 3
 KILLS ?= 300
 KIND ?= bindfs
 GPU_PYTHON ?=
-GPU_TESTS := tests/gpu tests/tiers tests/lab/engine tests/controller
+GPU_TESTS := tests/gpu tests/tiers lab/tests/engine tests/controller
 PYTEST_ARGS ?=
 DIST ?= dist
 # Tests wait for servers a quarter of their time, so for two cores there is one process more; engines always compute. A
@@ -96,14 +96,14 @@ shared: $(VENV)/.test-stamp
 	SHARED_KILLS=$(KILLS) SHARED_KIND=$(KIND) $(BIN)/python -m pytest -s --durations=10 tests/shared_mounts $(PYTEST_ARGS)
 
 bench: $(VENV)/.test-stamp
-	$(BIN)/python -m benchmarks $(if $(PEER),--peer $(PEER))
+	$(BIN)/python -m lab.benchmarks $(if $(PEER),--peer $(PEER))
 
 bench-engines: $(ENGINES)/.stamp
-	$(ENGINES)/bin/python -m benchmarks.engines
+	$(ENGINES)/bin/python -m lab.benchmarks.engines
 
 gpu: $(if $(GPU_PYTHON),,$(VENV)/.test-stamp)
 	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -p no:cacheprovider -m cuda $(GPU_TESTS) $(PYTEST_ARGS)
-	$(or $(GPU_PYTHON),$(BIN)/python) -m benchmarks.copies --device cuda
+	$(or $(GPU_PYTHON),$(BIN)/python) -m lab.benchmarks.copies --device cuda
 
 docs: $(VENV)/.test-stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
@@ -130,16 +130,16 @@ clean:
 	rm -rf $(VENV) $(ENGINES) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist demo-data replay-data .demo
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(VENV)/.demo-stamp: pyproject.toml constraints.txt hatch_build.py $(wildcard native/*.c) | $(BIN)/python
+$(VENV)/.demo-stamp: pyproject.toml lab/pyproject.toml constraints.txt hatch_build.py $(wildcard native/*.c) | $(BIN)/python
 	@echo "installing the dependencies into $(VENV); torch takes a few minutes the first time"
-	$(PIP_INSTALL) -e ".[lab]"
+	$(PIP_INSTALL) -e . -e lab
 	touch $@
 
 # Has all that the demo needs as well.
-$(VENV)/.test-stamp: pyproject.toml constraints.txt hatch_build.py $(wildcard native/*.c) | $(BIN)/python
+$(VENV)/.test-stamp: pyproject.toml lab/pyproject.toml constraints.txt hatch_build.py $(wildcard native/*.c) | $(BIN)/python
 	@echo "installing the dependencies into $(VENV); torch takes a few minutes the first time"
-	$(PIP_INSTALL) -e ".[lab,redis,s3,mooncake-cpu,daemon,events,compression,tracing,dev-servers,dev]"
-	$(BIN)/python -m hicache.lab.devservers.install_libraries || echo "the tests that need them will fail until then" >&2
+	$(PIP_INSTALL) -e ".[redis,s3,mooncake-cpu,daemon,events,compression,tracing,dev]" -e "lab[dev-servers]"
+	$(BIN)/python -m hicache_lab.devservers.install_libraries || echo "the tests that need them will fail until then" >&2
 	touch $@ $(VENV)/.demo-stamp
 
 # Sees the packages of .venv, so that torch is there once, and adds those of the engines. hicache is imported from here.
@@ -147,7 +147,7 @@ $(ENGINES)/.stamp: constraints.txt $(wildcard tests/engines/requirements-*.txt) 
 	@trap '[ $$? = 0 ] || echo "the engines could not be installed into $(ENGINES): their tests did not run" >&2' EXIT
 	echo "installing vLLM, SGLang and the indexer of Dynamo into $(ENGINES): 2.0 GB, some minutes the first time"
 	$(BIN)/python -m venv --clear $(ENGINES)
-	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+	$(BIN)/python -c 'import os, site; print(site.getsitepackages()[0], os.path.abspath("lab/src"), sep="\n")' \
 	  > "$$($(ENGINES)/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth"
 	$(ENGINES)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps \
 	  $(patsubst %,-r %,$(filter-out constraints.txt,$^))

@@ -21,7 +21,7 @@ from hicache.config import HiCacheConfig
 from hicache.events import Medium
 from hicache.events.subscriber import EventFollower
 from hicache.keys import RadixKey, page_keys
-from hicache.lab.engine import BUNDLED_MODEL, Engine, create_engine, load_tokenizer
+from hicache_lab.engine import BUNDLED_MODEL, Engine, create_engine, load_tokenizer
 
 PAGE_SIZE = 16
 PROMPT_TOKENS = 321  # of the last token the KV is computed in any case

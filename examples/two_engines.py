@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import cast
 
 from hicache.config import HiCacheConfig
-from hicache.lab.engine import BUNDLED_MODEL, Engine, create_engine, load_tokenizer
+from hicache_lab.engine import BUNDLED_MODEL, Engine, create_engine, load_tokenizer
 
 TEXTS = Path(BUNDLED_MODEL).parent / "texts"
 PROMPT_TOKENS = 600

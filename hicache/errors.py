@@ -109,9 +109,10 @@ class NotOurs(BackendError):
     """The location holds files that HiCache did not create, or other users can write to it. It is unchanged."""
 
 
-def install_hint(extra: str) -> str:
-    """Return how to install an extra, from a clone or from a wheel: HiCache is not on a package index."""
+def install_hint(extra: str, folder: str = ".") -> str:
+    """Return how to install an extra, from a clone or from a wheel: HiCache is not on a package index. `folder` is that
+    of the package in a clone."""
     return (
-        f"install the extra {extra}, in a clone by pip install -e '.[{extra}]', "
+        f"install the extra {extra}, in a clone by pip install -e '{folder}[{extra}]', "
         f"from a wheel by pip install './NAME_OF_THE_WHEEL.whl[{extra}]'"
     )

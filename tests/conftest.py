@@ -21,7 +21,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from hatch_build import LIBRARY, compile_native
-from hicache.lab.devservers import DevService
+from hicache_lab.devservers import DevService
 from tests.daemon.daemons import Daemon
 
 # Fixtures for all tests.

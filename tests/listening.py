@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self
 
-from hicache.lab.devservers.ports import LOOPBACK
+from hicache_lab.devservers.ports import LOOPBACK
 
 # Attempts to find consecutive ports.
 _ATTEMPTS = 100

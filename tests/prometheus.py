@@ -17,9 +17,9 @@ import pytest
 import yaml
 
 from hicache.errors import MissingPackage
-from hicache.lab.devservers.launcher import launch
-from hicache.lab.devservers.packages import prometheus_program
-from hicache.lab.devservers.ports import LOOPBACK, free_ports
+from hicache_lab.devservers.launcher import launch
+from hicache_lab.devservers.packages import prometheus_program
+from hicache_lab.devservers.ports import LOOPBACK, free_ports
 from tests.waiting import wait_for
 
 START_S = 60.0

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from hicache.lab.devservers.ports import LOOPBACK, free_ports
+from hicache_lab.devservers.ports import LOOPBACK, free_ports
 
 _CHUNK_BYTES = 64 * 1024
 # The chunks per direction that a slow or stalled proxy buffers before it stops reading: enough that latency alone

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hicache.lab.devservers import (
+from hicache_lab.devservers import (
     DevService,
     MooncakeClientDaemon,
     MooncakeMaster,
@@ -23,7 +23,7 @@ from hicache.lab.devservers import (
     Storage,
     ValkeyServer,
 )
-from hicache.lab.devservers.redis import RedisLike
+from hicache_lab.devservers.redis import RedisLike
 
 # The timeouts of stores, of 1 to 5 s, are failures on a machine that runs other tests.
 PATIENCE = "60s"

@@ -15,8 +15,8 @@ import time
 import torch
 
 from hicache.config import HiCacheConfig
-from hicache.lab.engine import Engine, create_engine
 from hicache.logs import set_up_logging
+from hicache_lab.engine import Engine, create_engine
 
 # The interval between steps of an idle engine.
 IDLE_S = 0.05

@@ -40,8 +40,8 @@ import torch
 import yaml
 
 from hicache.config import HiCacheConfig
-from hicache.lab.devservers import ValkeyServer
-from hicache.lab.engine import BUNDLED_MODEL, Engine, create_engine, load_tokenizer
+from hicache_lab.devservers import ValkeyServer
+from hicache_lab.engine import BUNDLED_MODEL, Engine, create_engine, load_tokenizer
 from tests.daemon.daemons import Client
 from tests.soak_engine import answer
 from tests.waiting import wait_for

@@ -15,7 +15,7 @@ from hicache import tracing
 from hicache.backends.guard.calls import CallResult
 from hicache.cache.prefetch_states import State
 from hicache.cache.statistics import SKIP_REASONS
-from hicache.lab.devservers.ports import LOOPBACK
+from hicache_lab.devservers.ports import LOOPBACK
 
 # All attributes of spans, see docs/tracing.md.
 COUNTS = frozenset({

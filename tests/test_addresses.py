@@ -27,7 +27,7 @@ from hicache.errors import ConfigError, InvalidInput
 from hicache.events import EventStream
 from hicache.events.publisher import EventPublisher
 from hicache.events.subscriber import EventFollower
-from hicache.lab.devservers import KINDS, make_service
+from hicache_lab.devservers import KINDS, make_service
 
 BAD_PORTS = ["99999", "65536", "-1", "0x50", "80 ", "+80", "1e3", "", "٨٠", "8080808080", "80\n", "²"]
 BAD_HOSTS = ["", "a b", "-x", "x-", "a..b", "x" * 64, "a.b:c", "é.example", "1.2.3", "256.1.1.1", "127.1", "a\0b",

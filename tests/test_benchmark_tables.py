@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.__main__ import ALL
-from benchmarks._table import PAGE_VARIABLE, Row, page_head, page_table, print_table, this_machine
+from lab.benchmarks.__main__ import ALL
+from lab.benchmarks._table import PAGE_VARIABLE, Row, page_head, page_table, print_table, this_machine
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 PAGES = sorted((DOCS / "benchmarks").glob("*"))
@@ -36,7 +36,7 @@ def is_written(page: Path) -> bool:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_a_page_of_tables_is_as_its_benchmark_writes_it(page: Path) -> None:
     assert is_written(page)
-    assert (DOCS.parent / "benchmarks" / f"{page.stem.replace('.', '/')}.py").is_file()
+    assert (DOCS.parent / "lab/benchmarks" / f"{page.stem.replace('.', '/')}.py").is_file()
 
 
 def test_the_page_about_benchmarks_links_to_each_page_of_tables_and_each_benchmark_has_one() -> None:
@@ -57,7 +57,7 @@ def test_a_benchmark_writes_its_tables_as_a_page(tmp_path: Path, monkeypatch: py
 @pytest.mark.long
 def test_the_option_writes_a_page(repository: Path, tmp_path: Path) -> None:
     page = tmp_path / "allocators.md"
-    command = [sys.executable, "-m", "benchmarks", "allocators", "--write", str(page)]
+    command = [sys.executable, "-m", "lab.benchmarks", "allocators", "--write", str(page)]
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stderr
     assert is_written(page)
@@ -88,7 +88,7 @@ def test_a_page_that_was_written_by_hand_is_noticed(tmp_path: Path, written: str
 def test_each_benchmark_can_make_each_of_its_tables(repository: Path, tmp_path: Path, name: str) -> None:
     """With the smallest sizes: the figures mean nothing, but a table that cannot be made any more is noticed."""
     page = tmp_path / f"{name}.md"
-    command = [sys.executable, "-m", "benchmarks", name, "--smallest", "--write", str(page)]
+    command = [sys.executable, "-m", "lab.benchmarks", name, "--smallest", "--write", str(page)]
     done = subprocess.run(command, cwd=repository, capture_output=True, text=True, timeout=500, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert is_written(page)

@@ -22,8 +22,8 @@ from click.testing import CliRunner
 
 from hicache.backends.testing import make_keys
 from hicache.cli.main import main
-from hicache.lab.devservers.launcher import launch
-from hicache.lab.devservers.ports import LOOPBACK, free_ports
+from hicache_lab.devservers.launcher import launch
+from hicache_lab.devservers.ports import LOOPBACK, free_ports
 from tests.admin.ctl import Ctl
 from tests.daemon.daemons import Client
 from tests.daemon.traffic import BusyDaemon
@@ -41,11 +41,11 @@ NOT_RUN = {
     r"useradd|systemctl|install -|\S*hicache ctl --socket /run/": "changes the system, as root",
     r"kubectl ": "needs a cluster; tests/deploy checks the manifests",
     r"ssh |prometheus |promtool |python3 -m http.server": "needs another host or program, or serves until stopped",
-    r"\S*hicache demo": "tests/lab/cli/test_demo.py and test_demo_storage.py",
+    r"\S*hicache demo": "lab/tests/cli/test_demo.py and test_demo_storage.py",
     r"\S*hicache doctor": "needs a machine of the configuration's size: tests/cli/test_doctor.py",
-    r"\S*hicache dev-up|\S*python -m hicache.lab.devservers": "tests/lab/cli/test_dev_up.py",
-    r"\S*hicache replay( conversation_trace.jsonl|$)": "takes minutes, or needs the public trace: tests/lab/replay",
-    r"\S*hicache plan conversation_trace.jsonl": "needs the public trace: tests/lab/cli/test_plan_command.py",
+    r"\S*hicache dev-up|\S*python -m hicache_lab.devservers": "lab/tests/cli/test_dev_up.py",
+    r"\S*hicache replay( conversation_trace.jsonl|$)": "takes minutes, or needs the public trace: lab/tests/replay",
+    r"\S*hicache plan conversation_trace.jsonl": "needs the public trace: lab/tests/cli/test_plan_command.py",
     r"\S*python examples/": "tests/test_examples.py",
     r"\S*python -m (tests\.|pytest .*tests/(backends|faults)( |$))": "takes minutes",
 }

@@ -110,7 +110,7 @@ def read_file(key: bytes) -> bytes | None: ...
 def write_file(key: bytes, data: bytes) -> None: ...
 """
 SERVER = """
-from hicache.lab.devservers.ports import free_ports
+from hicache_lab.devservers.ports import free_ports
 from types import SimpleNamespace
 server = SimpleNamespace(port=free_ports(1)[0])
 """
@@ -156,7 +156,7 @@ SETUPS = {
     "docs/backends/s3.md": [""],
     "docs/backends/writing.md": [BACKEND],
     "docs/embedding.md": [
-        CONFIG + "from hicache.lab.engine import BUNDLED_MODEL as folder", REQUEST, BATCH, SESSIONS, SLOTS, RANKS,
+        CONFIG + "from hicache_lab.engine import BUNDLED_MODEL as folder", REQUEST, BATCH, SESSIONS, SLOTS, RANKS,
         CONFIG + CACHE + "capacity_bytes = 1 << 20", CONFIG + "from hicache import create_cache",
     ],
     "docs/engines.md": [VLLM],
@@ -231,7 +231,7 @@ def test_a_wrong_type_is_noticed(tmp_path: Path) -> None:
 # Runs each block in a child of one process, which has imported what takes long.
 RUNNER = """
 import os, sys
-import torch, hicache.cache, hicache.lab.engine
+import torch, hicache.cache, hicache_lab.engine
 for name in sys.argv[1:]:
     child = os.fork()
     if not child:

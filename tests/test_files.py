@@ -26,7 +26,7 @@ from hicache.config.s3_storage import S3StorageOptions
 from hicache.config.secret import read_secret
 from hicache.config.storage import STORAGE_SECTIONS
 from hicache.errors import ConfigError, HiCacheError
-from hicache.lab.traces.trace import read_trace
+from hicache_lab.traces.trace import read_trace
 
 READERS: dict[str, Callable[[Path], object]] = {
     "configuration": lambda path: load_config(path, environ={}, overrides={}),

@@ -30,7 +30,6 @@ from hicache.backends.testing.pages import NAMESPACE, PAYLOAD_BYTES, empty_frame
 from hicache.cache import create_cache
 from hicache.cache.report import LIMITS, DropLog, dropped
 from hicache.cache.statistics import CacheStatistics
-from hicache.cli.log_page import LogCall, entries, log_calls, page
 from hicache.clock import ManualClock
 from hicache.config.guard import GuardConfig
 from hicache.config.storage import FileStorageOptions
@@ -39,6 +38,7 @@ from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 from hicache.logs import LimitedLog, request_id, set_up_logging
 from hicache.supervised import SupervisedPool
+from hicache_lab.log_page import LogCall, entries, log_calls, page
 from tests.waiting import wait_for
 
 
@@ -321,7 +321,7 @@ def test_every_line_of_the_log_is_on_the_page(repository: Path) -> None:
     assert not [start for start, found in explained.items() if not found], "no call writes it: remove the entry"
     assert not set(calls) - {call for found in explained.values() for call in found}, "add entries to log_page.py"
     assert (repository / "docs/logs.md").read_text() == page(repository / "hicache"), (
-        "run: python -m hicache.cli.log_page > docs/logs.md"
+        "run: python -m hicache_lab.log_page > docs/logs.md"
     )
 
 

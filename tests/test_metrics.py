@@ -29,7 +29,6 @@ from hicache.backends.testing import NAMESPACE, empty_frames, full_frames, make_
 from hicache.cache.break_even import BreakEven, Decision, Rates, Route
 from hicache.cache.report import LIMITS
 from hicache.cache.statistics import CacheStatistics, SessionStatistics
-from hicache.cli.metrics_page import page
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput
 from hicache.events import PublisherStatistics
@@ -40,6 +39,7 @@ from hicache.metrics.families import CACHE_METRICS, cache_collector
 from hicache.metrics.server import MetricsServer
 from hicache.metrics.spec import BUILD_INFO, LABELS, MetricSpec, SnapshotCollector
 from hicache.metrics.stores import STORE_METRICS, store_table
+from hicache_lab.metrics_page import page
 from tests.cache.world import GEOMETRY, World, codec, prompt
 from tests.ranks import Exchange
 from tests.waiting import wait_for
@@ -375,7 +375,7 @@ def test_every_metric_keeps_the_naming_rules() -> None:
 
 
 def test_the_page_of_metrics_is_that_of_the_code(repository: Path) -> None:
-    assert (repository / "docs/metrics.md").read_text() == page(), "run: python -m hicache.cli.metrics_page"
+    assert (repository / "docs/metrics.md").read_text() == page(), "run: python -m hicache_lab.metrics_page"
 
 
 def test_a_scrape_of_one_of_two_ranks_shows_how_many_there_are_and_how_it_waits() -> None:

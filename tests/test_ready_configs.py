@@ -26,7 +26,7 @@ from hicache.config import load_config
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 from hicache.integrations.options import engine_config
-from hicache.lab.devservers import (
+from hicache_lab.devservers import (
     DevService,
     MooncakeClientDaemon,
     RedisCluster,
@@ -34,7 +34,7 @@ from hicache.lab.devservers import (
     SeaweedServer,
     ValkeyServer,
 )
-from hicache.lab.devservers.ports import LOOPBACK, free_ports
+from hicache_lab.devservers.ports import LOOPBACK, free_ports
 from tests.backends.remote.daemon import Daemon
 
 PAYLOAD_BYTES = 5000

@@ -139,7 +139,7 @@ def test_a_library_that_needs_a_newer_system_is_rejected(wheel: Path, tmp_path: 
 
 
 def test_the_wheel_has_the_assets_of_the_engine(wheel: Path, repository: Path) -> None:
-    assets = {name for name in _package_files(repository) if name.startswith("hicache/lab/engine/assets/")}
+    assets = {name for name in _package_files(repository) if name.startswith("lab/src/hicache_lab/engine/assets/")}
     assert assets <= set(zipfile.ZipFile(wheel).namelist())
 
 

@@ -1,6 +1,6 @@
 """System libraries that storage clients and servers need: the system's own, or unpacked beside this Python.
 
-`python -m hicache.lab.devservers.install_libraries` installs or unpacks them.
+`python -m hicache_lab.devservers.install_libraries` installs or unpacks them.
 """
 
 from __future__ import annotations

@@ -18,13 +18,11 @@ if TYPE_CHECKING:
     from .pins import Pin
     from .radix_cache import HiRadixCache
     from .requests import RequestKV
-    from .schedule import Candidate, Order, longest_prefix_first
     from .session_cache import SessionCache
     from .statistics import CacheStatistics, SessionStatistics, TierStatistics
 
 __all__ = [
     "CacheStatistics",
-    "Candidate",
     "ChunkCache",
     "EngineCache",
     "Eviction",
@@ -33,7 +31,6 @@ __all__ = [
     "HostLoad",
     "HostMatch",
     "HostWrite",
-    "Order",
     "Pin",
     "RequestKV",
     "SessionCache",
@@ -42,7 +39,6 @@ __all__ = [
     "TreeCache",
     "create_cache",
     "create_host_cache",
-    "longest_prefix_first",
     "open_storage",
 ]
 
@@ -59,7 +55,6 @@ if not TYPE_CHECKING:  # type checkers have the names from above, and would acce
             "pins": "Pin",
             "radix_cache": "HiRadixCache",
             "requests": "RequestKV",
-            "schedule": "Candidate Order longest_prefix_first",
             "session_cache": "SessionCache",
             "statistics": "CacheStatistics SessionStatistics TierStatistics",
         },

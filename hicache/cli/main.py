@@ -1,4 +1,5 @@
-"""The `hicache` command: version, help, and the modules of the subcommands."""
+"""The `hicache` command: version, help, and the modules of the subcommands. Other packages add commands by entry points
+of the group `hicache.commands`."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import contextlib
 import difflib
 import errno
 import importlib
+import importlib.metadata
 import io
 import os
 import sys
@@ -24,22 +26,26 @@ COMMANDS: Mapping[str, tuple[str, str]] = {
     "config": ("hicache.cli.config:config", "Write a ready configuration, check one, or list all entries."),
     "copy": ("hicache.cli.storage:copy", "Copy stored pages into another store."),
     "ctl": ("hicache.cli.ctl:ctl", "Show or change a running daemon, or the cache inside an engine."),
-    "demo": ("hicache.lab.cli.demo:demo", "Serve a small model with and without the cache, and compare."),
-    "dev-up": ("hicache.lab.cli.dev_up:dev_up", "Run a real storage server for development until Ctrl-C."),
     "doctor": ("hicache.cli.doctor:doctor", "Check machine and stores of a configuration, before the first request."),
     "inspect": ("hicache.cli.verify:inspect", "Show the header of one stored page."),
     "ls": ("hicache.cli.storage_view:ls", "List the pages of a store, by namespace."),
-    "plan": ("hicache.lab.cli.plan:plan", "Compute how large the tiers should be for a request trace."),
     "purge": ("hicache.cli.storage:purge", "Remove stored pages, all or by namespace, weights epoch and age."),
-    "replay": ("hicache.lab.cli.replay:replay", "Replay a request trace through the cache and check every byte."),
     "serve": ("hicache.cli.serve:serve", "Run the storage daemon of this node."),
     "stat": ("hicache.cli.storage_view:stat", "Sum up a store: pages, bytes, ages, chains."),
-    "trace": ("hicache.lab.cli.trace:trace", "Generate or record a request trace, or describe one."),
     "trim": ("hicache.cli.storage:trim", "Shrink a store to a size, tails of old chains first."),
     "verify": ("hicache.cli.verify:verify", "Read every page of a store and report damage."),
 }
+# The same lines for the commands of the package hicache-lab.
+LAB_COMMANDS: Mapping[str, str] = {
+    "demo": "Serve a small model with and without the cache, and compare.",
+    "dev-up": "Run a real storage server for development until Ctrl-C.",
+    "plan": "Compute how large the tiers should be for a request trace.",
+    "replay": "Replay a request trace through the cache and check every byte.",
+    "trace": "Generate or record a request trace, or describe one.",
+}
+ENTRY_POINTS = "hicache.commands"
 # The extra with the packages that a command needs in addition.
-EXTRAS: Mapping[str, str] = {"demo": "lab", "replay": "lab", "serve": "daemon"}
+EXTRAS: Mapping[str, str] = {"serve": "daemon"}
 FOUND_EXIT_CODE = 1  # a check has found something, or the answer was no
 USAGE_EXIT_CODE = 2
 BUG_EXIT_CODE = 3
@@ -85,36 +91,47 @@ def needs_of(name: str) -> Iterator[None]:
 
 
 class LazyGroup(click.Group):
-    """A group whose subcommands are named in `COMMANDS` and imported on first use."""
+    """A group whose subcommands are named in `COMMANDS` or by entry points, and imported on first use."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the names, sorted."""
-        return sorted(COMMANDS)
+        return sorted({*COMMANDS, *_entry_points()})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command, or None for an unknown name. Imports its module.
 
         Raises Failure if a required package is not installed.
         """
-        if cmd_name not in COMMANDS:
+        if cmd_name in COMMANDS:
+            location = COMMANDS[cmd_name][0]
+        elif (added := _entry_points().get(cmd_name)) is not None:
+            location = added.value
+        elif cmd_name in LAB_COMMANDS:
+            raise Failure(
+                f"{cmd_name} is in the package hicache-lab; install it, in a clone by pip install -e lab, from a wheel "
+                "by pip install ./NAME_OF_THE_WHEEL.whl"
+            )
+        else:
             return None
-        module, _, attribute = COMMANDS[cmd_name][0].partition(":")
+        module, _, attribute = location.partition(":")
         with needs_of(cmd_name):
             command = getattr(importlib.import_module(module), attribute)
-        assert isinstance(command, click.Command)
+        if not isinstance(command, click.Command):
+            raise Failure(f"{cmd_name}: the entry point {location} is not a click command; its package has to change")
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
         """Return the command that `args` begins with. Raises UsageError with the most similar name."""
-        near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-        if near and args[0] not in COMMANDS:
+        known = {*COMMANDS, *LAB_COMMANDS, *_entry_points()}
+        near = difflib.get_close_matches(args[0], known, n=1)
+        if near and args[0] not in known:
             ctx.fail(f"No such command {args[0]!r}; did you mean {near[0]!r}?")
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the list of commands in --help, without importing them."""
         with formatter.section("Commands"):
-            formatter.write_dl([(name, COMMANDS[name][1]) for name in sorted(COMMANDS)])
+            formatter.write_dl([(name, _help_line(name)) for name in self.list_commands(ctx)])
 
     def make_context(
         self, info_name: str | None, args: list[str], parent: click.Context | None = None, **extra: Any
@@ -136,6 +153,18 @@ class LazyGroup(click.Group):
             raise
         except Exception as error:
             raise failure(error) from error
+
+
+def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
+    """Return the commands of other packages by name. None of them replaces a command of this one."""
+    found = importlib.metadata.entry_points(group=ENTRY_POINTS)
+    return {entry.name: entry for entry in found if entry.name not in COMMANDS}
+
+
+def _help_line(name: str) -> str:
+    if name in COMMANDS:
+        return COMMANDS[name][1]
+    return LAB_COMMANDS.get(name) or f"Added by the package {_entry_points()[name].value.partition('.')[0]}."
 
 
 def _escape_what_cannot_be_written() -> None:

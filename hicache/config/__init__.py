@@ -13,7 +13,6 @@ from .schema import (
     HostConfig,
     PrefetchConfig,
     RanksConfig,
-    ScheduleConfig,
     TransferConfig,
 )
 from .secret import read_key, read_key_file
@@ -32,7 +31,6 @@ __all__ = [
     "MooncakeStorageOptions",
     "PrefetchConfig",
     "RanksConfig",
-    "ScheduleConfig",
     "Section",
     "TransferConfig",
     "entry_of_variable",

@@ -260,32 +260,6 @@ class TransferConfig(Section):
     )
 
 
-class ScheduleConfig(Section):
-    """The order of waiting requests, for `longest_prefix_first` and the engine of this package; other engines with
-    their own scheduler may ignore it."""
-
-    policy: Literal["fcfs", "longest_prefix"] = Field(
-        default="fcfs",
-        description="`fcfs`: in order of arrival. `longest_prefix`: longest cached prefix first, so a common prefix "
-        "is computed once and used before it is evicted.",
-    )
-    queue_max: Count = Field(
-        default=128, ge=0, le=65536,
-        description="The longest queue that `longest_prefix` sorts; longer ones are `fcfs`. More finds more hits, but "
-        "costs the scheduler a lookup per request and step.",
-    )
-    age_max: Duration = Field(
-        default=5.0,
-        description="How long other requests may overtake a request. Longer gains hits but increases the worst time to "
-        "first token.",
-    )
-    defer_tokens: Count = Field(
-        default=64, ge=1, le=1 << 30,
-        description="Uncached tokens that two requests must share so that one waits until the other has computed them. "
-        "Fewer means more waits for smaller gains.",
-    )
-
-
 class SessionsConfig(Section):
     """Conversations that keep all their KV on L1 between turns, to the last token."""
 
@@ -405,7 +379,6 @@ class HiCacheConfig(Section):
     integrity: IntegrityConfig = IntegrityConfig()
     storage_format: StorageFormatConfig = StorageFormatConfig()
     storage: AnyStorage | None = Field(default=None, description="The storage tier (L3). Not set: no storage.")
-    schedule: ScheduleConfig = ScheduleConfig()
     sessions: SessionsConfig = SessionsConfig()
     ranks: RanksConfig = RanksConfig()
     metrics: MetricsConfig = MetricsConfig()

@@ -1,7 +1,7 @@
 """Compression of payloads by zstd (https://facebook.github.io/zstd, RFC 8878).
 
 KV in 16-bit floats compresses badly: bytes that vary little (sign and exponent) alternate with noise. Split into two
-byte planes it compresses better and expands faster; benchmarks/tags.py measures both.
+byte planes it compresses better and expands faster; lab/benchmarks/tags.py measures both.
 
 Stored data cannot make a reader allocate memory: a zstd frame must declare the exact length of the page and a window
 within the bound, and is expanded into a buffer of that length.

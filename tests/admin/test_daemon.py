@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hicache.frame import FrameCodec
-from hicache.lab.devservers.ports import LOOPBACK
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.admin.ctl import Ctl
 from tests.admin.daemons import ADMIN_TOKEN, DATA_TOKEN, PAYLOAD_BYTES, Daemon, keys_of
 from tests.waiting import wait_for

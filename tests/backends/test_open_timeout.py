@@ -17,7 +17,7 @@ from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, open_backend
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
-from hicache.lab.devservers.ports import LOOPBACK
+from hicache_lab.devservers.ports import LOOPBACK
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 # Below the limits that would end the attempts otherwise: 30 s and 60 s.

@@ -24,8 +24,8 @@ from hicache.config.redis_storage import RedisStorageOptions
 from hicache.config.storage import FileStorageOptions
 from hicache.controller import storage as storage_workers
 from hicache.keys import RadixKey
-from hicache.lab.devservers import ValkeyServer
 from hicache.radix import Node
+from hicache_lab.devservers import ValkeyServer
 from tests.backends.redis.store import grow_old, name_of
 from tests.cache.host_world import HostWorld
 from tests.cache.world import GatedBackend, LastingBackend, StepClock, World, codec, every_hit, filled, prompt

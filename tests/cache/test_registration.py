@@ -18,7 +18,7 @@ from hicache.backends.store import Store
 from hicache.backends.stored import StoredPages
 from hicache.backends.testing import bare, driver_of, memory_store, soon
 from hicache.errors import BackendError
-from hicache.lab.devservers import MooncakeMaster
+from hicache_lab.devservers import MooncakeMaster
 from tests.backends.mooncake.store import open_backend
 from tests.cache.world import LastingBackend, World, codec, prompt
 

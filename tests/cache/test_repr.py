@@ -11,8 +11,8 @@ from hicache.cache.prefetch_states import FirstPages, Prefetch
 from hicache.errors import HiCacheError
 from hicache.events import EventStream
 from hicache.keys import RadixKey
-from hicache.lab.engine.model import Span
-from hicache.lab.engine.requests import FinishReason, Request, Update
+from hicache_lab.engine.model import Span
+from hicache_lab.engine.requests import FinishReason, Request, Update
 from tests.cache.sides import KINDS, Side
 from tests.cache.world import World
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.cache import HiRadixCache, SessionCache, create_cache, create_host_cache, longest_prefix_first
+from hicache.cache import HiRadixCache, SessionCache, create_cache, create_host_cache
 from hicache.config import HiCacheConfig
 from hicache.controller import TorchRankGroup
 from hicache.errors import CapacityError, ConfigError, InvalidInput, RankError, UnknownSession
@@ -65,8 +65,6 @@ def test_a_host_cache_rejects_settings_that_it_does_not_support(entry: str, valu
 
 
 def test_options_of_a_wrong_type_are_rejected() -> None:
-    with pytest.raises(InvalidInput, match="pass a ScheduleConfig"):
-        longest_prefix_first([], lambda _key: (0, 0), page_size=4, now_s=0, options=5)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="pass a RanksConfig"):
         TorchRankGroup(None, 5)  # type: ignore[arg-type]
 

@@ -21,8 +21,8 @@ from hicache.cli.doctor_machine import Verdict, gpu
 from hicache.cli.doctor_stores import volume
 from hicache.cli.main import main
 from hicache.config import FileStorageOptions
-from hicache.lab.devservers import DevService, SeaweedServer, ValkeyServer
-from hicache.lab.devservers.ports import LOOPBACK, free_ports
+from hicache_lab.devservers import DevService, SeaweedServer, ValkeyServer
+from hicache_lab.devservers.ports import LOOPBACK, free_ports
 from tests.certificates import ending_certificate, make_certificates
 from tests.cli.processes import TIMEOUT_S, finish, start
 from tests.daemon.daemons import Daemon

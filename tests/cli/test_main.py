@@ -34,7 +34,7 @@ def test_version_is_that_of_the_package() -> None:
     assert (result.returncode, result.stdout) == (0, f"hicache, version {hicache.__version__}\n")
 
 
-HEAVY = {"torch", "fastapi", "uvicorn", "boto3", "redis", "zmq", "mooncake", "hicache.lab"}
+HEAVY = {"torch", "fastapi", "uvicorn", "boto3", "redis", "zmq", "mooncake", "hicache_lab"}
 
 
 @pytest.mark.long

@@ -23,7 +23,7 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.frame import FrameCodec
-from hicache.lab.devservers import DevService, SeaweedServer, Storage, ValkeyServer
+from hicache_lab.devservers import DevService, SeaweedServer, Storage, ValkeyServer
 from tests.cli.file_stores import subject_of
 from tests.cli.test_storage_command import invoke
 

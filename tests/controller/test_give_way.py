@@ -9,9 +9,9 @@ import pytest
 
 from hicache.controller import Read
 from hicache.controller.storage import SharedTime
-from hicache.lab.replay.virtual.clock import VirtualClock
-from hicache.lab.replay.virtual.store import Table
-from hicache.lab.speeds import StorageSpeed
+from hicache_lab.replay.virtual.clock import VirtualClock
+from hicache_lab.replay.virtual.store import Table
+from hicache_lab.speeds import StorageSpeed
 
 
 @pytest.mark.parametrize(("links", "write_s"), [(2, 2.0), (1, 3.0)])

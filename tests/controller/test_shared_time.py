@@ -12,8 +12,8 @@ import pytest
 from hicache.cache.break_even import WINDOW, RateEstimator
 from hicache.controller.operations import Read
 from hicache.controller.storage import SharedTime
-from hicache.lab.replay.virtual.clock import VirtualClock
-from hicache.lab.replay.virtual.machine import VirtualWorkers
+from hicache_lab.replay.virtual.clock import VirtualClock
+from hicache_lab.replay.virtual.machine import VirtualWorkers
 
 PAGE_BYTES = 1_000_000
 PATIENCE_S = 60.0

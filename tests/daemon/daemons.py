@@ -21,9 +21,9 @@ from typing import Any, Self
 import yaml
 
 from hicache.frame import HEADER_BYTES, FrameCodec
-from hicache.lab.devservers.launcher import launch, suspend
-from hicache.lab.devservers.ports import LOOPBACK, free_ports
 from hicache.shared_memory import Layout, SharedMemory
+from hicache_lab.devservers.launcher import launch, suspend
+from hicache_lab.devservers.ports import LOOPBACK, free_ports
 from tests.waiting import WAIT_S, wait_for
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -13,8 +13,8 @@ import pytest
 from playwright.sync_api import expect
 
 from hicache.backends.guard.health import CONFIRM_S
-from hicache.lab.devservers import ValkeyServer
-from hicache.lab.devservers.ports import LOOPBACK
+from hicache_lab.devservers import ValkeyServer
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.admin.ctl import Ctl
 from tests.browser import DESK, PHONE, chromium, opened
 from tests.daemon.daemons import Client, Daemon, keys_of, write

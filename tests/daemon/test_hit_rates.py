@@ -16,8 +16,8 @@ from hicache.backends.base import GetOutcome
 from hicache.backends.registry import BackendSpec, open_spec
 from hicache.backends.storage import Storage
 from hicache.config.remote_storage import RemoteStorageOptions
-from hicache.lab.devservers import ValkeyServer
-from hicache.lab.devservers.ports import LOOPBACK, free_ports
+from hicache_lab.devservers import ValkeyServer
+from hicache_lab.devservers.ports import LOOPBACK, free_ports
 from tests.backends.remote.daemon import Frames
 from tests.daemon.daemons import CODEC, Daemon
 from tests.waiting import WAIT_S

@@ -13,9 +13,9 @@ import pytest
 
 from hicache.config import HiCacheConfig
 from hicache.config.addresses import is_own_host
-from hicache.lab.devservers.ports import LOOPBACK
 from hicache.metrics.families import cache_collector
 from hicache.metrics.server import serve_collector
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.admin.running import RunningEngine, file_config
 from tests.daemon.daemons import NAMESPACE, TOKEN, Daemon, secret
 from tests.daemon.process import request

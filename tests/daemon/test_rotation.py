@@ -19,7 +19,7 @@ from hicache.backends.testing import Subject, load, make_keys, store_chain, stor
 from hicache.cli.ctl_client import Address, AdminClient
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.errors import AdminError, BackendUnavailable
-from hicache.lab.devservers.ports import LOOPBACK
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.backends.remote.daemon import CODEC, Daemon
 from tests.certificates import Certificates, make_certificates
 from tests.daemon.daemons import Client

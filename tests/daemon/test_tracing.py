@@ -17,7 +17,7 @@ from hicache.backends.remote.client import DaemonClient
 from hicache.backends.storage import Storage
 from hicache.config import HiCacheConfig
 from hicache.config.remote_storage import RemoteStorageOptions
-from hicache.lab.devservers.ports import LOOPBACK
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.cache.world import World, codec, prompt
 from tests.daemon.daemons import Daemon
 from tests.spans import COUNTS, HEADERS, OUTCOMES, STORES, TRACE_ID, Recorder, Spans, recording

@@ -13,7 +13,7 @@ from hicache.backends.testing import empty_frames, full_frames, make_keys, soon,
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.frame import FrameCodec
 from hicache.keys import PAGE_KEY_BYTES
-from hicache.lab.devservers.ports import LOOPBACK
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.daemon.daemons import Daemon
 
 PAGE_BYTES = 256 << 10

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hicache.lab.devservers.ports import LOOPBACK, free_ports
+from hicache_lab.devservers.ports import LOOPBACK, free_ports
 from tests.daemon.daemons import ROOT, Client
 from tests.waiting import WAIT_S, wait_for
 

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hicache.lab.devservers.packages import package_file, program
-from hicache.lab.devservers.ports import LOOPBACK, free_ports
+from hicache_lab.devservers.packages import package_file, program
+from hicache_lab.devservers.ports import LOOPBACK, free_ports
 from tests.deploy.served import CONFIG, PORT, Place, served
 from tests.test_ready_configs import carries_pages
 from tests.waiting import WAIT_S, wait_for

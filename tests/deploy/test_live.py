@@ -20,8 +20,8 @@ from hicache.cache import TreeCache, create_cache
 from hicache.config import HiCacheConfig
 from hicache.geometry import KVGeometry
 from hicache.keys import Namespace, RadixKey
-from hicache.lab.devservers.ports import LOOPBACK, free_ports
 from hicache.metrics import serve_configured
+from hicache_lab.devservers.ports import LOOPBACK, free_ports
 from tests.daemon.traffic import BusyDaemon
 from tests.prometheus import Prometheus
 

@@ -14,8 +14,8 @@ from hicache.cache import create_cache
 from hicache.config import HiCacheConfig
 from hicache.geometry import KVGeometry
 from hicache.keys import Namespace
-from hicache.lab.devservers.ports import LOOPBACK
 from hicache.metrics import serve_configured
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.certificates import make_certificates
 from tests.daemon.daemons import Daemon
 from tests.mounted import MountedSecret

@@ -63,7 +63,7 @@ class ProcessTree:
     def __init__(self, command: list[str], *, folder: Path, environ: Mapping[str, str], fds: tuple[int, ...] = ()):
         # Not above: it starts a thread, and the processes that import this module may need namespaces, which a process
         # with threads cannot get.
-        from hicache.lab.devservers.launcher import launch  # noqa: PLC0415
+        from hicache_lab.devservers.launcher import launch  # noqa: PLC0415
 
         self.log = folder / f"engine-{next(_NUMBERS)}.log"
         self._temporary = tempfile.TemporaryDirectory(prefix="hc-")  # for the sockets and files of engines

@@ -19,7 +19,8 @@ from .process import ROOT, engine_environ
 def test_the_benchmark_compares_hicache_with_the_storage_of_the_engine(command: list[str], tmp_path: Path) -> None:
     module, *options = command
     ended = subprocess.run(
-        [sys.executable, "-m", f"benchmarks.engines.{module}", *options, "--path", str(tmp_path), "--rounds", "1", "0"],
+        [sys.executable, "-m", f"lab.benchmarks.engines.{module}", *options, "--path", str(tmp_path), "--rounds", "1",
+         "0"],
         cwd=ROOT, env=engine_environ(), capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
@@ -32,8 +33,8 @@ def test_the_benchmark_compares_hicache_as_the_tree_with_the_tree_of_the_engine(
     """With the smallest sizes: each side of each row has a figure, so each of its hits was found."""
     page = tmp_path / "page.md"
     ended = subprocess.run(
-        [sys.executable, "-m", "benchmarks", "engines.sglang_tree", "--smallest", "--path", str(tmp_path), "--write",
-         str(page)],
+        [sys.executable, "-m", "lab.benchmarks", "engines.sglang_tree", "--smallest", "--path", str(tmp_path),
+         "--write", str(page)],
         cwd=ROOT, env=engine_environ(), capture_output=True, text=True, timeout=300, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from hicache.errors import InvalidInput
-from hicache.lab.traces.engine_logs import SGLANG_LEVEL, SGLANG_TEXT, VLLM_LEVEL
-from hicache.lab.traces.record import Recorder
+from hicache_lab.traces.engine_logs import SGLANG_LEVEL, SGLANG_TEXT, VLLM_LEVEL
+from hicache_lab.traces.record import Recorder
 
 from .process import START_TIMEOUT_S, engine_environ
 from .request_logs import END, OUTPUT, PROMPTS

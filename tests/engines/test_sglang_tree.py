@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from hicache.lab.devservers.ports import LOOPBACK
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.daemon.daemons import Daemon
 from tests.listening import held_ports
 from tests.waiting import wait_for

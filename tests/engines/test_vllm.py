@@ -20,7 +20,7 @@ import zmq
 from prometheus_client.parser import text_string_to_metric_families
 
 from hicache.frame import NO_PARENT, FrameHeader
-from hicache.lab.devservers.ports import LOOPBACK
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.admin.ctl import Ctl
 from tests.waiting import wait_for
 

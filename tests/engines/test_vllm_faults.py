@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hicache.lab.devservers import ValkeyServer
+from hicache_lab.devservers import ValkeyServer
 from tests.proxy import Direction, Faults, Proxy
 from tests.waiting import wait_for
 

@@ -19,7 +19,7 @@ import pytest
 from hicache.backends.redis import RedisDriver
 from hicache.backends.stored import StoredPages
 from hicache.config.redis_storage import RedisStorageOptions
-from hicache.lab.devservers import ValkeyServer
+from hicache_lab.devservers import ValkeyServer
 from tests.waiting import wait_for
 
 from .process import EngineProcess

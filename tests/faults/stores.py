@@ -13,8 +13,8 @@ from hicache.backends.testing import NAMESPACE
 from hicache.config.guard import GuardConfig
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
-from hicache.lab.devservers import DevServer, RedisServer, SeaweedServer, ValkeyServer
-from hicache.lab.devservers.ports import LOOPBACK
+from hicache_lab.devservers import DevServer, RedisServer, SeaweedServer, ValkeyServer
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.proxy import Proxy
 from tests.waiting import wait_until_made
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from hicache.config import HiCacheConfig
-from hicache.lab.engine import Batch, Engine, Model, Output, RequestRecord, Sampling, create_engine
-from tests.lab.engine.world import WAIT_S, drive, random_tokens, settle, tiers
+from hicache_lab.engine import Batch, Engine, Model, Output, RequestRecord, Sampling, create_engine
+from lab.tests.engine.world import WAIT_S, drive, random_tokens, settle, tiers
 
 pytestmark = [
     pytest.mark.cuda,

@@ -30,7 +30,7 @@ from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, driver_of, make_k
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
-from hicache.lab.devservers.ports import LOOPBACK
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.hostile.verbs import Texts, engine_verbs, operator_verbs, run_verb
 from tests.listening import Listener
 

@@ -20,7 +20,7 @@ from hicache.errors import BackendError, ConfigError, InvalidInput
 from hicache.geometry import PageShape, Piece
 from hicache.integrations.store import EngineStorage, PoolStorage
 from hicache.keys import Namespace
-from hicache.lab.devservers.ports import LOOPBACK, free_ports
+from hicache_lab.devservers.ports import LOOPBACK, free_ports
 from tests.daemon.daemons import Daemon
 from tests.listening import Listener
 from tests.waiting import wait_for

@@ -23,8 +23,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hicache.lab.devservers.launcher import launch, suspend
-from hicache.lab.devservers.ports import LOOPBACK, free_ports
+from hicache_lab.devservers.launcher import launch, suspend
+from hicache_lab.devservers.ports import LOOPBACK, free_ports
 from tests.waiting import is_running, wait_for
 
 KINDS = ("plain", "bindfs", "bindfs-locks", "gluster", "gluster-uncached")

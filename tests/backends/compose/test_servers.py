@@ -26,7 +26,7 @@ from hicache.backends.testing import (
 )
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
-from hicache.lab.devservers import DevService, SeaweedServer, ValkeyServer
+from hicache_lab.devservers import DevService, SeaweedServer, ValkeyServer
 from tests.backends._subjects import doorless
 from tests.backends.redis.store import open_on
 from tests.waiting import wait_for, wait_until_made

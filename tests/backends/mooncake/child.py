@@ -9,8 +9,8 @@ from hicache.backends.mooncake import MooncakeDriver
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, STORED, full_frames, make_keys, soon, store_of
 from hicache.config import MooncakeStorageOptions
 from hicache.frame import FrameCodec
-from hicache.lab.devservers.ports import listening
 from hicache.units import MIB
+from hicache_lab.devservers.ports import listening
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from hicache.backends.store import Store
-from hicache.lab.devservers import MooncakeMaster
+from hicache_lab.devservers import MooncakeMaster
 
 from .store import LEASE_MS, SideDoor, open_backend
 

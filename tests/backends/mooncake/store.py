@@ -12,8 +12,8 @@ from hicache.backends.store import Store
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject, driver_of, full_frames, soon, store_of
 from hicache.config import MooncakeStorageOptions
 from hicache.frame import FrameCodec
-from hicache.lab.devservers import MooncakeMaster
 from hicache.units import MIB
+from hicache_lab.devservers import MooncakeMaster
 
 # Longer than a read on a busy machine, which would fail after its lease; short, because deletions wait for leases.
 LEASE_MS = 500

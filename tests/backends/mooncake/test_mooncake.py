@@ -9,7 +9,7 @@ import pytest
 from hicache.backends.mooncake import MooncakeDriver
 from hicache.backends.store import Store
 from hicache.backends.testing import DriverContract, OpenStore, SampleContract, Subject, driver_of, make_keys
-from hicache.lab.devservers import MooncakeClientDaemon, MooncakeMaster
+from hicache_lab.devservers import MooncakeClientDaemon, MooncakeMaster
 
 from .store import SideDoor, open_backend
 

@@ -33,9 +33,9 @@ from hicache.backends.testing import (
 )
 from hicache.config import MooncakeStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
-from hicache.lab.devservers import MooncakeClientDaemon, MooncakeMaster
-from hicache.lab.devservers.ports import free_ports
 from hicache.units import MIB
+from hicache_lab.devservers import MooncakeClientDaemon, MooncakeMaster
+from hicache_lab.devservers.ports import free_ports
 from tests.test_supervised import no_threads
 from tests.waiting import wait_for
 

@@ -25,9 +25,9 @@ from hicache.backends.testing import (
 from hicache.config import MooncakeStorageOptions
 from hicache.config.addresses import Address
 from hicache.errors import BackendUnavailable, ConfigError
-from hicache.lab.devservers import MooncakeMaster
-from hicache.lab.devservers.ports import LOOPBACK
 from hicache.units import MIB
+from hicache_lab.devservers import MooncakeMaster
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.listening import Listener
 
 from .store import CODEC, SideDoor, open_backend, options_for, store

@@ -38,8 +38,8 @@ from hicache.config import MooncakeStorageOptions, load_config
 from hicache.config.mooncake_storage import MooncakeStorage
 from hicache.errors import BackendError, ConfigError, InvalidInput
 from hicache.frame import HEADER_BYTES, FrameCodec, PageView
-from hicache.lab.devservers import MooncakeMaster
 from hicache.units import MIB
+from hicache_lab.devservers import MooncakeMaster
 from tests.waiting import wait_for
 
 from .store import CODEC, LEASE_MS, Memory, SideDoor, open_backend, options_for, store

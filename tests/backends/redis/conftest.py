@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from hicache.lab.devservers import RedisCluster
-from hicache.lab.devservers.redis import RedisLike
+from hicache_lab.devservers import RedisCluster
+from hicache_lab.devservers.redis import RedisLike
 
 
 @pytest.fixture(scope="package")

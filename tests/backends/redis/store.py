@@ -13,8 +13,8 @@ from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject, driver_o
 from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.frame import FrameCodec
-from hicache.lab.devservers import RedisCluster
-from hicache.lab.devservers.redis import RedisLike
+from hicache_lab.devservers import RedisCluster
+from hicache_lab.devservers.redis import RedisLike
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 PAGE = CODEC.frame_bytes

@@ -37,8 +37,8 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.frame import FrameCodec
-from hicache.lab.devservers import DevService, RedisCluster, RedisSentinel, RedisServer, ValkeyServer
-from hicache.lab.devservers.redis import RedisLike
+from hicache_lab.devservers import DevService, RedisCluster, RedisSentinel, RedisServer, ValkeyServer
+from hicache_lab.devservers.redis import RedisLike
 from tests.certificates import make_certificates
 from tests.proxy import Proxy
 from tests.servers import PATIENCE

@@ -20,8 +20,8 @@ from hicache.backends.redis import RedisDriver
 from hicache.backends.testing import GET_ERROR, HIT, STORED, load, make_keys, store_chain, store_of
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
-from hicache.lab.devservers import ValkeyServer
-from hicache.lab.devservers.ports import LOOPBACK
+from hicache_lab.devservers import ValkeyServer
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.certificates import make_certificates
 from tests.hostile.redis_server import HostileServer
 from tests.hostile.verbs import texts_of

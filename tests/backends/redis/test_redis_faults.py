@@ -33,9 +33,9 @@ from hicache.backends.testing import (
 from hicache.clock import ManualClock
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.frame import Damage, FrameCodec
-from hicache.lab.devservers import RedisCluster, RedisSentinel, ValkeyServer
-from hicache.lab.devservers.ports import LOOPBACK
 from hicache.units import MIB
+from hicache_lab.devservers import RedisCluster, RedisSentinel, ValkeyServer
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.proxy import Direction, Faults, Proxy
 from tests.waiting import WAIT_S, wait_for
 

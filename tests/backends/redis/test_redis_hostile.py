@@ -25,7 +25,7 @@ from hicache.backends.testing import GET_ERROR, MISS, SET_ERROR, full_frames, ma
 from hicache.config.addresses import Address
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
-from hicache.lab.devservers.ports import LOOPBACK
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.certificates import make_certificates
 from tests.hostile.redis_server import (
     ELSEWHERE,

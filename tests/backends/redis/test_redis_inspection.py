@@ -26,8 +26,8 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.errors import BackendUnavailable, ConfigError
-from hicache.lab.devservers import RedisCluster, RedisServer, ValkeyServer
-from hicache.lab.devservers.redis import RedisLike
+from hicache_lab.devservers import RedisCluster, RedisServer, ValkeyServer
+from hicache_lab.devservers.redis import RedisLike
 
 from .store import PAGE, fresh_prefix, grow_old, name_of, open_on, opened
 

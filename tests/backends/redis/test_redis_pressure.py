@@ -28,7 +28,7 @@ from hicache.backends.testing import (
     store_chain,
 )
 from hicache.frame import HEADER_BYTES, FrameCodec
-from hicache.lab.devservers import RedisCluster, RedisServer, ValkeyServer
+from hicache_lab.devservers import RedisCluster, RedisServer, ValkeyServer
 from tests.waiting import wait_for
 
 from .store import CODEC, PAGE, fresh_prefix, grow_old, name_of, opened

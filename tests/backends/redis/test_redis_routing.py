@@ -33,8 +33,8 @@ from hicache.backends.testing import (
 )
 from hicache.config.addresses import Address
 from hicache.config.redis_storage import RedisStorageOptions
-from hicache.lab.devservers import RedisCluster
-from hicache.lab.devservers.ports import LOOPBACK
+from hicache_lab.devservers import RedisCluster
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.waiting import wait_for
 
 from .store import fresh_prefix, name_of, open_on, opened

@@ -16,8 +16,8 @@ from hicache.backends.testing import HIT, STORED, load, make_keys, store_chain, 
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError, InvalidInput
 from hicache.frame import FrameCodec
-from hicache.lab.devservers import DevService, RedisCluster, RedisSentinel, ValkeyServer
-from hicache.lab.devservers.ports import LOOPBACK, free_ports
+from hicache_lab.devservers import DevService, RedisCluster, RedisSentinel, ValkeyServer
+from hicache_lab.devservers.ports import LOOPBACK, free_ports
 from tests.certificates import make_certificates
 from tests.listening import Listener
 from tests.proxy import Direction, Faults, Proxy

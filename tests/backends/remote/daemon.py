@@ -17,8 +17,8 @@ from hicache.backends.storage import Storage
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.frame import FrameCodec, PageBuffer, PageView
-from hicache.lab.devservers.ports import LOOPBACK
 from hicache.shared_memory import Layout, SharedMemory
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.backends._files import page_path
 from tests.daemon import daemons
 from tests.waiting import WAIT_S

@@ -25,7 +25,7 @@ from hicache.cli.ctl_client import AdminClient, Endpoint
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.errors import AdminError, BackendError, BackendUnavailable, HiCacheError
 from hicache.frame import FrameCodec
-from hicache.lab.devservers.ports import LOOPBACK
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.certificates import Certificates, make_certificates
 from tests.daemon.daemons import CODEC, ROOT, TOKEN, Daemon
 from tests.listening import Listener

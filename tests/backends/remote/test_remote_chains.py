@@ -18,7 +18,7 @@ from hicache.backends.storage import Storage
 from hicache.backends.testing import GET_ERROR, HIT, MISS, STORED, full_frames, load, make_keys, soon, store_of
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.frame import FrameCodec
-from hicache.lab.devservers.ports import LOOPBACK
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.backends.remote.daemon import CODEC, Daemon, Frames, ThroughFrames
 from tests.listening import Listener
 

@@ -21,7 +21,7 @@ from hicache.backends.testing import (
     open_backend,
     store_chain,
 )
-from hicache.lab.devservers import SeaweedServer
+from hicache_lab.devservers import SeaweedServer
 from tests.backends.s3.bucket import CODEC, PAGE, Bucket, open_on, open_s3
 from tests.backends.s3.stub import StubS3, error
 from tests.waiting import wait_for

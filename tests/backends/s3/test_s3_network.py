@@ -28,8 +28,8 @@ from hicache.clock import ManualClock
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
-from hicache.lab.devservers import SeaweedServer
-from hicache.lab.devservers.ports import LOOPBACK
+from hicache_lab.devservers import SeaweedServer
+from hicache_lab.devservers.ports import LOOPBACK
 from tests.backends.s3.bucket import CODEC, Bucket, errors, moves_pages, opened, options
 from tests.backends.s3.stub import StubS3, reply
 from tests.certificates import Certificates, make_certificates

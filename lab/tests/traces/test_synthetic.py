@@ -1,0 +1,63 @@
+"""Synthetic traces: equal for equal seeds, valid, and with the kinds of reuse of real traces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hicache.errors import InvalidInput
+from hicache_lab.traces.synthetic import CONTEXT_TOKENS, synthetic_trace
+from hicache_lab.traces.tokens import TokenSource
+from hicache_lab.traces.trace import read_trace, write_trace
+from tests.seeds import seeds
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_equal_seeds_make_equal_traces_and_different_ones_different_traces(seed: int) -> None:
+    assert list(synthetic_trace(200, seed)) == list(synthetic_trace(200, seed))
+    assert list(synthetic_trace(200, seed)) != list(synthetic_trace(200, seed + 1))
+
+
+def test_a_longer_trace_begins_with_the_shorter_one() -> None:
+    assert list(synthetic_trace(300, 0))[:100] == list(synthetic_trace(100, 0))
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_a_trace_has_the_format_of_the_public_traces(tmp_path: Path, seed: int) -> None:
+    trace = list(synthetic_trace(500, seed))
+    assert write_trace(tmp_path / "trace.jsonl", trace) == 500
+    assert list(read_trace(tmp_path / "trace.jsonl")) == trace
+    assert [request.timestamp_ms for request in trace] == sorted(request.timestamp_ms for request in trace)
+    assert max(request.input_length for request in trace) < CONTEXT_TOKENS
+    assert min(request.output_length for request in trace) >= 1
+
+
+@pytest.mark.parametrize("seed", seeds(3))
+def test_each_block_follows_only_one_other(seed: int) -> None:
+    """An id names a block with everything before it, as in the public traces."""
+    before: dict[int, int] = {}
+    partial: set[int] = set()
+    for request in synthetic_trace(500, seed):
+        assert len(set(request.hash_ids)) == len(request.hash_ids)
+        assert not partial & set(request.hash_ids), "a partial block was continued under its own id"
+        for one, following in zip((-1, *request.hash_ids), request.hash_ids, strict=False):
+            assert before.setdefault(following, one) == one
+        partial.update(request.hash_ids[request.whole_blocks :])
+
+
+def test_a_synthetic_trace_has_reuse_and_turns_contain_earlier_outputs() -> None:
+    source = TokenSource()
+    tokens = seen = within_blocks = 0
+    for request in synthetic_trace(1000, 0):
+        taken = source.take(request)
+        tokens += request.input_length
+        seen += taken.seen_tokens
+        within_blocks += taken.seen_tokens % 512 != 0
+    assert 0.5 < seen / tokens < 0.95
+    assert within_blocks > 300, "hardly any turn continued an output"
+
+
+def test_a_limit_below_one_request_is_rejected() -> None:
+    with pytest.raises(InvalidInput, match="must be 1 to 1000000000"):
+        synthetic_trace(0, 0)
