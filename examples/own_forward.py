@@ -11,9 +11,9 @@ from __future__ import annotations
 import torch
 
 from hicache import HiCacheConfig, KVGeometry, Namespace, RadixKey
+from hicache.attention import AttentionBatch, Queries, RadixAttention
 from hicache.cache import TreeCache, create_cache
 from hicache.tiers import RequestToTokenPool
-from hicache.attention import AttentionBatch, Queries, RadixAttention
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, HIDDEN, WORDS = 4, 4, 2, 16, 64, 1000
 GEOMETRY = KVGeometry(layers=LAYERS, heads=KV_HEADS, head_dim=HEAD_DIM, page_size=16, dtype="float32")
