@@ -12,7 +12,8 @@
 #   make faults  engines and a daemon under a schedule of faults, for MINUTES (default 3); the log is in faults.log
 #   make shared  shared files on two GlusterFS clients, and KILLS (default 300) kills of nodes on mounts of KIND (bindfs)
 #   make docs    the documentation as a site, in build/site
-#   make wheel   what an index accepts, in DIST (default dist): source, a pure wheel, and one with the native helper
+#   make wheel   what an index accepts, in DIST (default dist): source and a pure wheel of both packages, and the wheel of
+#                hicache with the native helper
 #   make bench   the benchmarks, as ratios; PEER=DIR adds SGLang's tree core from its unpacked wheel
 #   make bench-engines  beside the engines' own offloading, in .venv-engines
 #   make gpu     the tests and benchmarks that need a CUDA device; GPU_PYTHON=python3 where torch is installed already
@@ -36,7 +37,7 @@ MINUTES ?= 3
 KILLS ?= 300
 KIND ?= bindfs
 GPU_PYTHON ?=
-GPU_TESTS := tests/gpu tests/tiers lab/tests/engine tests/controller
+GPU_TESTS := tests/gpu tests/tiers tests/test_attention.py tests/controller lab/tests/engine
 PYTEST_ARGS ?=
 DIST ?= dist
 # Tests wait for servers a quarter of their time, so for two cores there is one process more; engines always compute. A
@@ -101,6 +102,7 @@ bench: $(VENV)/.test-stamp
 bench-engines: $(ENGINES)/.stamp
 	$(ENGINES)/bin/python -m lab.benchmarks.engines
 
+gpu: export PYTHONPATH := lab/src
 gpu: $(if $(GPU_PYTHON),,$(VENV)/.test-stamp)
 	$(or $(GPU_PYTHON),$(BIN)/python) -m pytest -p no:cacheprovider -m cuda $(GPU_TESTS) $(PYTEST_ARGS)
 	$(or $(GPU_PYTHON),$(BIN)/python) -m lab.benchmarks.copies --device cuda
@@ -109,11 +111,13 @@ docs: $(VENV)/.test-stamp
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@echo "open build/site/index.html; with a search: python3 -m http.server --bind 127.0.0.1 --directory build/site 8000"
 
-# The pure wheel is made from the source package, so that it is known to be whole. The name of the other one says which
-# systems it runs on, and auditwheel refuses a name that is not true: 2_17 is the oldest glibc that loads the helper.
+# The pure wheels are made from the source packages, so that these are known to be whole. The name of the one with the
+# helper says which systems it runs on, and auditwheel refuses a name that is not true: 2_17 is the oldest glibc that
+# loads it.
 wheel: $(VENV)/.test-stamp
-	rm -f $(DIST)/hicache-*.whl $(DIST)/hicache-*.tar.gz
+	rm -f $(DIST)/hicache*.whl $(DIST)/hicache*.tar.gz
 	HICACHE_NATIVE=0 $(BIN)/python -m build --outdir $(DIST) .
+	$(BIN)/python -m build --outdir $(DIST) lab
 	$(BIN)/python -m build --wheel --outdir $(DIST)/native .
 	for wheel in $(DIST)/native/*-linux_*.whl; do
 	  if [ -e "$$wheel" ]; then
@@ -124,7 +128,7 @@ wheel: $(VENV)/.test-stamp
 	  fi
 	done
 	rm -rf $(DIST)/native
-	$(BIN)/twine check --strict $(DIST)/hicache-*
+	$(BIN)/twine check --strict $(DIST)/hicache*
 
 clean:
 	rm -rf $(VENV) $(ENGINES) $(PEERS) .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache build dist demo-data replay-data .demo

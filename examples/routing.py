@@ -5,7 +5,8 @@
 Each engine publishes what it adds to and removes from device, host and storage. The router follows both and keeps an
 index of each. It sends a prompt to the engine that has most of it on its device or host. Pages on storage count for
 both engines, because they share the store. The program prints a line for each prompt, and exits with code 1 if an
-engine served fewer tokens from its cache than the index promised. It needs the extras `lab` and `events`.
+engine served fewer tokens from its cache than the index promised. It needs the package hicache-lab and the
+extra `events`.
 """
 
 from __future__ import annotations

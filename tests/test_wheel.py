@@ -138,9 +138,15 @@ def test_a_library_that_needs_a_newer_system_is_rejected(wheel: Path, tmp_path: 
     assert result.returncode != 0 and "too-recent versioned symbols" in result.stderr
 
 
-def test_the_wheel_has_the_assets_of_the_engine(wheel: Path, repository: Path) -> None:
-    assets = {name for name in _package_files(repository) if name.startswith("lab/src/hicache_lab/engine/assets/")}
-    assert assets <= set(zipfile.ZipFile(wheel).namelist())
+def test_the_product_has_no_model_and_the_laboratory_has_every_file(dist: Path, wheel: Path, repository: Path) -> None:
+    assert wheel.stat().st_size < 4e6
+    assert not [name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".safetensors")]
+    names = zipfile.ZipFile(_only(dist, "hicache_lab-*.whl")).namelist()
+    source = repository / "lab/src"
+    files = {path for path in (source / "hicache_lab").rglob("*") if path.is_file() and path.suffix != ".pyc"}
+    expected = {str(path.relative_to(source)) for path in files}
+    assert {name for name in names if not name.endswith("/") and ".dist-info/" not in name} == expected
+    assert "hicache_lab/engine/assets/model/model.safetensors" in expected
 
 
 def test_the_sdist_has_each_source_once(sdist: Path, repository: Path) -> None:
@@ -150,7 +156,8 @@ def test_the_sdist_has_each_source_once(sdist: Path, repository: Path) -> None:
     assert not [member.name for member in members if not (member.isfile() or member.isdir())]
     assert not [name for name in names if name.split("/")[0] in ROOT_LINKS]
     assert len(names) == len(set(names)) and _package_files(repository) <= set(names)
-    assert {"Makefile", "constraints.txt", "LICENSE", ".ci/run", "configs/demo.yaml", "mkdocs.yml"} <= set(names)
+    others = {"Makefile", "conftest.py", "constraints.txt", "LICENSE", ".ci/run", "configs/demo.yaml"}
+    assert {*others, "lab/pyproject.toml"} <= set(names)
 
 
 def test_the_sdist_builds_the_same_wheel(dist: Path, wheel: Path) -> None:
@@ -176,5 +183,9 @@ def test_the_wheel_runs_in_a_new_environment(wheel: Path, tmp_path: Path, reposi
     assert version == f"hicache, version {hicache.__version__}\n"
     assert "page_size" in _run(folder / "bin/hicache", "config", "schema", cwd=tmp_path)
     assert "until SIGTERM" in _run(folder / "bin/hicache", "serve", "--help", cwd=tmp_path)
+    command = [folder / "bin/hicache", "demo"]
+    without = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (without.returncode, without.stderr.count("\n")) == (2, 1)
+    assert without.stderr.startswith("hicache: demo is in the package hicache-lab; install it")
     ready = _run(folder / "bin/hicache", "config", "init", "redis", cwd=tmp_path)
     assert ready == (repository / "configs/redis.yaml").read_text()

@@ -164,7 +164,7 @@ def _entry_points() -> dict[str, importlib.metadata.EntryPoint]:
 def _help_line(name: str) -> str:
     if name in COMMANDS:
         return COMMANDS[name][1]
-    return LAB_COMMANDS.get(name) or f"Added by the package {_entry_points()[name].value.partition('.')[0]}."
+    return LAB_COMMANDS.get(name) or f"Added by the package {_entry_points()[name].module.partition('.')[0]}."
 
 
 def _escape_what_cannot_be_written() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import importlib
 import os
 import signal
 import subprocess
@@ -17,7 +16,7 @@ from click.testing import CliRunner, Result
 
 import hicache
 from hicache.cli.interrupts import interrupted_by_signals
-from hicache.cli.main import COMMANDS, LazyGroup, main
+from hicache.cli.main import COMMANDS, LAB_COMMANDS, LazyGroup, main
 from hicache.errors import BackendUnavailable, CapacityError, InvariantError
 
 
@@ -59,7 +58,7 @@ def test_a_command_imports_nothing_heavy(line: str, heavy: set[str], tmp_path: P
 def test_help_lists_every_command() -> None:
     result = run("--help")
     assert result.returncode == 0
-    assert all(f"  {name} " in result.stdout for name in COMMANDS)
+    assert all(f"  {name} " in result.stdout for name in [*COMMANDS, *LAB_COMMANDS])
 
 
 @pytest.mark.parametrize("group", ["config", "trace"])
@@ -68,11 +67,10 @@ def test_no_help_line_of_a_group_is_cut(group: str) -> None:
     assert "Commands:" in shown and "..." not in shown.partition("Commands:")[2]
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
-def test_every_command_is_in_the_module_of_the_table(name: str) -> None:
-    module, _, attribute = COMMANDS[name][0].partition(":")
-    command = getattr(importlib.import_module(module), attribute)
-    assert isinstance(command, click.Command) and command.name == name
+@pytest.mark.parametrize("name", sorted([*COMMANDS, *LAB_COMMANDS]))
+def test_every_command_is_where_the_tables_say(name: str) -> None:
+    command = main.get_command(click.Context(main), name)
+    assert command is not None and command.name == name
     assert CliRunner().invoke(main, [name, "--help"]).exit_code == 0
 
 
@@ -82,13 +80,42 @@ def test_a_mistyped_command_gets_the_nearest_one_as_suggestion() -> None:
     assert run("zzzzzz").stderr.endswith("No such command 'zzzzzz'.\n")
 
 
+def run_code(code: str, *args: str) -> subprocess.CompletedProcess[str]:
+    """Run the command after `code`, which changes what is installed."""
+    command = [sys.executable, "-c", f"{code}\nfrom hicache.cli.main import main\nmain()", *args]
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+
+
 @pytest.mark.long
-def test_a_command_without_its_packages_names_the_extra(tmp_path: Path) -> None:
-    code = "import sys; sys.modules['tokenizers'] = None\nfrom hicache.cli.main import main; main()"
-    command = [sys.executable, "-c", code, "demo"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path)
+def test_a_command_without_its_packages_names_the_extra() -> None:
+    result = run_code("import sys; sys.modules['uvicorn'] = None", "serve", "-c", "none.yaml")
     assert result.returncode == 2 and result.stderr.count("\n") == 1
-    assert result.stderr.startswith("hicache: ") and "pip install -e '.[lab]'" in result.stderr
+    assert result.stderr.startswith("hicache: ") and "pip install -e '.[daemon]'" in result.stderr
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", sorted(LAB_COMMANDS))
+def test_a_command_of_the_laboratory_says_what_to_install(name: str) -> None:
+    hidden = "import importlib.metadata as m; m.entry_points = lambda **_: ()"
+    result = run_code(hidden, name)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert result.stderr.startswith(f"hicache: {name} is in the package hicache-lab; install it, in a clone by pip ")
+    assert f"  {name} " not in run_code(hidden, "--help").stdout
+
+
+@pytest.mark.long
+def test_another_package_adds_a_command_and_cannot_replace_one(tmp_path: Path) -> None:
+    info = tmp_path / "other-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: other\nVersion: 1.0\n")
+    entries = "greet = other:greet\nls = other:greet\nbad = other:click\n"
+    (info / "entry_points.txt").write_text("[hicache.commands]\n" + entries)
+    (tmp_path / "other.py").write_text("import click\n@click.command()\ndef greet(): click.echo('hello')\n")
+    found = f"import sys; sys.path.insert(0, {str(tmp_path)!r})"
+    assert run_code(found, "greet").stdout == "hello\n"
+    assert "Added by the package other." in run_code(found, "--help").stdout
+    assert run_code(found, "ls", "--help").stdout.startswith("Usage: -c ls ")
+    assert "the entry point other:click is not a click command" in run_code(found, "bad").stderr
 
 
 @pytest.mark.long

@@ -82,7 +82,7 @@ def test_the_copied_files_suffice_to_build_the_package(repository: Path, tmp_pat
 def test_the_extras_that_images_install_exist(repository: Path) -> None:
     project = tomllib.loads((repository / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     extras = {name for names in re.findall(r'"\.\[([\w,-]+)\]"', dockerfile(repository)) for name in names.split(",")}
-    assert {"daemon", "redis", "s3", "mooncake-cpu", "lab"} <= extras <= set(project["optional-dependencies"])
+    assert {"daemon", "redis", "s3", "mooncake-cpu"} <= extras <= set(project["optional-dependencies"])
     assert not [name for name in project["dependencies"] if name.startswith("torch")], "the daemon needs no PyTorch"
 
 

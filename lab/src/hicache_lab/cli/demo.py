@@ -93,7 +93,8 @@ def demo(metrics_port: int | None, storage: str | None, restarted: bool, as_json
     """Serve a small model without and with the cache, then again in a new process, and compare.
 
     Exit code 1 if one output token differs. Pages stored in files stay, so a second demo starts with hits from storage;
-    servers that --storage starts are empty, and end with the demo. They need the extra dev-servers or mooncake-cpu.
+    servers that --storage starts are empty, and end with the demo. They need the extra dev-servers of
+    hicache-lab, or mooncake-cpu.
     """
     start_log(LoggingConfig(level="warning"), **{name: options.pop(name) for name in LOG_OPTIONS})
     settings = Settings(**options)

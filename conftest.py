@@ -1,4 +1,4 @@
-"""Common fixtures, and the settings of random tests.
+"""Common fixtures of `tests` and `lab/tests`, and the settings of random tests.
 
 `SOAK_FACTOR` (default 1) multiplies the number of examples of hypothesis and of `tests.seeds`; `make soak` sets it. A
 failing hypothesis test prints the decorator that replays it. With factor 1, hypothesis draws the same examples in each
@@ -77,7 +77,7 @@ def _is_server(value: object) -> bool:
 @pytest.fixture(scope="session")
 def repository() -> Path:
     """Return the root of the source tree."""
-    return Path(__file__).resolve().parent.parent
+    return Path(__file__).resolve().parent
 
 
 @pytest.fixture(scope="session")
