@@ -172,9 +172,10 @@ def test_the_wheel_runs_in_a_new_environment(wheel: Path, tmp_path: Path, reposi
     python = folder / "bin/python"
     site = Path(_run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=tmp_path).strip())
     _run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", wheel, cwd=tmp_path)
-    # After the installation, because pip would otherwise find this environment's own hicache. PyTorch is hidden: the
-    # machine of a daemon does not have it.
-    lines = [sysconfig.get_path("purelib"), "import sys; sys.modules['torch'] = None"]
+    # After the installation, because pip would otherwise find this environment's own hicache. PyTorch and
+    # the laboratory are hidden: the machine of a daemon does not have them.
+    lines = [sysconfig.get_path("purelib"), "import sys; sys.modules['torch'] = None",
+             "import importlib.metadata as m; m.entry_points = lambda **_: ()"]
     (site / "dependencies.pth").write_text("\n".join(lines) + "\n")
 
     where = _run(python, "-c", "import hicache; print(hicache.__file__)", cwd=tmp_path).strip()
@@ -183,7 +184,7 @@ def test_the_wheel_runs_in_a_new_environment(wheel: Path, tmp_path: Path, reposi
     assert version == f"hicache, version {hicache.__version__}\n"
     assert "page_size" in _run(folder / "bin/hicache", "config", "schema", cwd=tmp_path)
     assert "until SIGTERM" in _run(folder / "bin/hicache", "serve", "--help", cwd=tmp_path)
-    command = [folder / "bin/hicache", "demo"]
+    command = [str(folder / "bin/hicache"), "demo"]
     without = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (without.returncode, without.stderr.count("\n")) == (2, 1)
     assert without.stderr.startswith("hicache: demo is in the package hicache-lab; install it")

@@ -11,7 +11,6 @@ checkpoint is rejected, because a forward that ignores a setting computes wrong 
 
 from __future__ import annotations
 
-import importlib
 import json
 import time
 from collections.abc import Mapping
@@ -19,9 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import safetensors
+import tokenizers
 import torch
 
-from hicache.errors import ConfigError, MissingPackage
+from hicache.errors import ConfigError
 from hicache.fingerprint import loaded_fingerprint
 from hicache.geometry import KVGeometry
 
@@ -118,7 +119,6 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     Raises ConfigError for a missing or broken file, another architecture, and tensors that are missing or have another
     shape than the configuration says.
     """
-    safetensors = _require("safetensors")
     began_ns = time.time_ns()
     config_path = folder / CONFIG_FILE
     config = parse_config(_read_json(config_path), config_path)
@@ -139,7 +139,6 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 
 def load_tokenizer(folder: Path) -> Tokenizer:
     """Return the tokenizer in `folder`. Raises ConfigError if it is missing or cannot be read."""
-    tokenizers = _require("tokenizers")
     path = folder / TOKENIZER_FILE
     if not path.is_file():
         raise ConfigError(f"{path}: no such file; a model folder holds {CONFIG_FILE}, weights and {TOKENIZER_FILE}")
@@ -260,10 +259,3 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: expected a JSON object")
     return values
-
-
-def _require(module: str) -> Any:
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise MissingPackage(f"the reference engine needs {module}; install it by pip install {module}") from error
