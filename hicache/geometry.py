@@ -86,6 +86,10 @@ class KVGeometry:
     `heads` and `head_dim` are those of this rank (MLA: heads = 1, head_dim = latent dim). `v_head_dim` is for MHA whose
     V heads have another size than its K heads; it is stored as None if both are equal. Raises InvalidInput for an
     impossible shape.
+
+        >>> llama_8b = KVGeometry(layers=32, heads=8, head_dim=128, page_size=64)
+        >>> llama_8b.payload_bytes
+        8388608
     """
 
     layers: int

@@ -38,7 +38,19 @@ T = TypeVar("T")
 @runtime_checkable
 class Storage(Protocol):
     """Pages of one namespace: a store, or several behind one face. See the module's docstring for the rules of every
-    verb."""
+    verb. `hicache.open_storage` returns one:
+
+        >>> from hicache import HiCacheConfig, KVGeometry, Namespace, open_storage
+        >>> namespace = Namespace("weights", KVGeometry(layers=2, heads=1, head_dim=8, page_size=16))
+        >>> config = HiCacheConfig.model_validate({"page_size": 16, "storage": {"type": "memory"}})
+        >>> store, key, deadline = open_storage(config, namespace), bytes(32), float("inf")
+        >>> page = memoryview(bytearray(store.codec.frame_bytes))
+        >>> [outcome.name for outcome in store.batch_set([key], [page], parent=None, deadline=deadline)]
+        ['STORED']
+        >>> store.batch_exists([key, bytes(31) + b"2"], deadline=deadline)
+        1
+        >>> store.close()
+    """
 
     codec: FrameCodec
 

@@ -87,6 +87,14 @@ def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
     none. Deadlines, expiries and back-offs are times of `clock`. Raises ConfigError, CapacityError, SharedMemoryError,
     BackendError and RankError with what to change, and InvalidInput for an argument of another type, a PageShape and a
     `key_hash`; then everything is stopped again.
+
+        >>> from hicache import HiCacheConfig, KVGeometry, Namespace, RadixKey
+        >>> namespace = Namespace("weights", KVGeometry(layers=2, heads=1, head_dim=8, page_size=16))
+        >>> config = HiCacheConfig.model_validate({"page_size": 16, "device": {"tokens": 512}, "host": {"tokens": 512}})
+        >>> with create_cache(config, namespace) as cache:
+        ...     request = cache.begin_request("r1", RadixKey.of(range(40)))
+        ...     request.cached_tokens, len(request.pages)
+        (0, 3)
     """
     geometry = _attention(instance("namespace", namespace, Namespace))
     known = _known_device(device)
@@ -148,6 +156,13 @@ def create_host_cache(
     `key_hash`, otherwise tokens. The entries of `config` about L1, and `prefix_cache`, are ignored. Raises ConfigError,
     CapacityError, SharedMemoryError and BackendError with what to change, and InvalidInput for a `host` with other
     pages; then everything is stopped again.
+
+        >>> from hicache import HiCacheConfig, KVGeometry, Namespace, RadixKey
+        >>> namespace = Namespace("weights", KVGeometry(layers=2, heads=1, head_dim=8, page_size=16))
+        >>> config = HiCacheConfig.model_validate({"page_size": 16, "host": {"tokens": 512}})
+        >>> with create_host_cache(config, namespace) as cache:
+        ...     cache.lookup("r1", RadixKey.of(range(40)))
+        HostMatch(pages=0, loading=False)
     """
     shape = instance("namespace", namespace, Namespace).shape
     _require_page_size(instance("config", config, HiCacheConfig), shape.tokens)
@@ -353,6 +368,11 @@ def open_storage(
     Blocks until the store is open. Environment variables are read from `environ`, by default those of the process.
     Raises ConfigError without storage in `config` and for another page size, BackendError if the store cannot be
     opened, InvalidInput for arguments of another type.
+
+        >>> from hicache import HiCacheConfig, KVGeometry, Namespace
+        >>> namespace = Namespace("weights", KVGeometry(layers=2, heads=1, head_dim=8, page_size=16))
+        >>> config = HiCacheConfig.model_validate({"page_size": 16, "storage": {"type": "memory"}})
+        >>> open_storage(config, namespace).close()
     """
     shape = instance("namespace", namespace, Namespace).shape
     _require_page_size(instance("config", config, HiCacheConfig), shape.tokens)

@@ -314,7 +314,12 @@ class AdminConfig(Section):
 
 
 class HiCacheConfig(Section):
-    """The whole configuration. The defaults run an engine with L1 and L2 and without storage."""
+    """The whole configuration. The defaults run an engine with L1 and L2 and without storage.
+
+        >>> config = HiCacheConfig.model_validate({"page_size": 16, "host": {"size": "2GiB"}})
+        >>> config.page_size, config.host.size
+        (16, 2147483648)
+    """
 
     page_size: Count = Field(
         default=64, ge=1, le=PAGE_SIZE_MAX,

@@ -70,6 +70,11 @@ class Namespace:
     `label` names the model for people: on pages, in tables, logs and stores. It may be the path of its folder, of which
     only the last part is used (`model_label`), and may differ between engines. Raises InvalidInput for a field of
     another type or range.
+
+        >>> from hicache import KVGeometry
+        >>> geometry = KVGeometry(layers=32, heads=8, head_dim=128, page_size=64)
+        >>> Namespace(model="sha256 of the weights", geometry=geometry, label="llama").digest.hex()[:8]
+        '4b1b1f91'
     """
 
     model: str

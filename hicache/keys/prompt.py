@@ -28,6 +28,10 @@ class RadixKey:
       are unknown and the seed is empty.
 
     Raises InvalidInput for bytes that are not whole positions, for a seed of another length and for another kind.
+
+        >>> key = RadixKey.of([1, 2, 3, 4, 5], cache_salt="tenant 7")
+        >>> key, len(key.head(4))
+        (RadixKey(5 tokens, with a seed), 4)
     """
 
     tokens: bytes
