@@ -260,8 +260,7 @@ class StagedPath(CopyPath):
         )  # fmt: skip
 
     def _queue_kernel(self, stream: Stream, rows: Rows) -> None:
-        move = self._runtime.scatter if self._load else self._runtime.gather
-        move(stream, rows, self._programs)
+        self._runtime.move(stream, rows, self._programs, to_blocks=self._load)
 
     def _link(self, stream: Stream, slot: _Slot, group: Group, host_blocks: Indices, host: Addresses) -> None:
         """Queue the copies between the rows of a slot and the frames."""

@@ -12,7 +12,6 @@ import subprocess
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
 
 import torch
 
@@ -92,24 +91,13 @@ class CudaRuntime(DeviceRuntime):
     def copy(self, stream: int, targets: Addresses, sources: Addresses, sizes: Addresses) -> None:
         self._driver.copy(stream, targets, sources, sizes)
 
-    def gather(self, stream: int, rows: Rows, programs: int) -> None:
-        with self._kernels(stream):
-            from .rows_triton import gather_rows  # noqa: PLC0415  needs triton, which torch for CUDA installs
-
-            gather_rows(**asdict(rows), programs=programs)
-
-    def scatter(self, stream: int, rows: Rows, programs: int) -> None:
-        with self._kernels(stream):
-            from .rows_triton import scatter_rows  # noqa: PLC0415
-
-            scatter_rows(**asdict(rows), programs=programs)
-
-    @contextmanager
-    def _kernels(self, stream: int) -> Iterator[None]:
-        """Queue kernels on `stream`. At its first use, Triton needs a C compiler and Python's headers."""
+    def move(self, stream: int, rows: Rows, programs: int, *, to_blocks: bool) -> None:
+        # At its first use, Triton needs a C compiler and Python's headers.
         try:
             with torch.cuda.stream(self._torch_streams[stream]):
-                yield
+                from .rows_triton import move_rows  # noqa: PLC0415  needs triton, which torch for CUDA installs
+
+                move_rows(rows, programs=programs, to_blocks=to_blocks)
         except (ImportError, OSError, RuntimeError, subprocess.CalledProcessError) as error:
             raise TransferError(f"copy: Triton cannot run a kernel: {error}") from error
 

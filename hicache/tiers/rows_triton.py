@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..errors import InvalidInput
+from .runtime import Rows
 
 # The element type for each word size of `hicache.tiers.runtime.WORDS`; a word of 16 bytes is two integers.
 _ELEMENTS = {16: tl.int64, 8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
@@ -60,37 +61,29 @@ def _move_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917 - a 
             tl.store(packed, tl.load(outside, mask=inside), mask=inside)
 
 
-def scatter_rows(  # noqa: PLR0913, PLR0917 - as many numbers describe a copy
-    staging: int, row_bytes: int, regions: int, first: int, count: int, blocks: int, rows: int, *, column: int,
-    word: int, programs: int, longest: int,
-) -> None:  # fmt: skip
-    """Queue a copy of staging row r to block `blocks[r]` of each region, on torch's current stream. Does not block.
+def move_rows(rows: Rows, *, programs: int, to_blocks: bool) -> None:
+    """Queue the copy `rows`, to the blocks or to staging, on torch's current stream. Does not block.
 
     REQUIRES: all addresses are in memory of the current device that stays allocated until the stream has passed the
     copy; block ids are unique and exist in the regions.
 
-    `staging`: address of uint8 `[rows, row_bytes]`. `blocks`: address of int64 `[rows]`. `regions`: address of int64
-    `[n, 4]`, of which rows `first` to `first + count - 1` are used: address of block 0, stride between blocks, offset
-    of the region in a payload, size of a block in the region; all in bytes. A region begins in a staging row at its
-    offset in the payload minus `column`.
-
-    `word`: a size of `WORDS` that divides `row_bytes` and all of these addresses, strides, offsets and sizes.
-    `longest`: bytes of a block in the longest region used; a larger number is correct, but slower. `programs`: number
-    of programs that share the work, and so the most multiprocessors it can use.
-
-    The first call for each combination of direction, word and length (rounded up to a power of two) compiles the
-    kernel, which blocks; a call with `rows=0` only compiles. Raises InvalidInput for more than 2^30 tiles, each of up
-    to 4096 elements.
+    `programs`: number of programs that share the work, and so the most multiprocessors it can use. A `longest` above
+    the longest region is correct, but slower. The first call for each combination of direction, word and length
+    (rounded up to a power of two) compiles the kernel, which blocks; a call with zero rows only compiles. Raises
+    InvalidInput for more than 2^30 tiles, each of up to 4096 elements.
     """
-    _move(staging, row_bytes, regions, first, count, blocks, rows, column, word, programs, longest, to_blocks=True)
-
-
-def gather_rows(  # noqa: PLR0913, PLR0917 - as many numbers describe a copy
-    staging: int, row_bytes: int, regions: int, first: int, count: int, blocks: int, rows: int, *, column: int,
-    word: int, programs: int, longest: int,
-) -> None:  # fmt: skip
-    """Queue a copy of block `blocks[r]` of each region to staging row r. Otherwise as `scatter_rows`."""
-    _move(staging, row_bytes, regions, first, count, blocks, rows, column, word, programs, longest, to_blocks=False)
+    word, longest = rows.word, rows.longest
+    constants = _constants(word, longest, to_blocks=to_blocks)
+    chunks = triton.cdiv(longest, constants["tile_columns"] * min(word, 8))
+    tiles = triton.cdiv(rows.rows, constants["tile_rows"]) * rows.count * chunks
+    if tiles > _TILES_MAX:
+        raise InvalidInput(
+            f"rows: {rows.rows} rows of {rows.count} regions are {tiles} tiles; copy at most {_TILES_MAX} at once"
+        )
+    _move_kernel[(programs,)](
+        rows.staging - rows.column, rows.row_bytes, rows.regions + 32 * rows.first, rows.count, rows.blocks, rows.rows,
+        chunks, tiles, **constants, num_warps=_WARPS,
+    )  # fmt: skip
 
 
 def _constants(word: int, longest: int, *, to_blocks: bool) -> dict[str, Any]:
@@ -100,18 +93,3 @@ def _constants(word: int, longest: int, *, to_blocks: bool) -> dict[str, Any]:
         "element": _ELEMENTS[word], "word": word, "vector": max(1, word // 8), "tile_rows": _TILE // columns,
         "tile_columns": columns, "to_blocks": to_blocks,
     }  # fmt: skip
-
-
-def _move(  # noqa: PLR0913, PLR0917 - as many numbers describe a copy
-    staging: int, row_bytes: int, regions: int, first: int, count: int, blocks: int, rows: int, column: int,
-    word: int, programs: int, longest: int, *, to_blocks: bool,
-) -> None:  # fmt: skip
-    constants = _constants(word, longest, to_blocks=to_blocks)
-    chunks = triton.cdiv(longest, constants["tile_columns"] * min(word, 8))
-    tiles = triton.cdiv(rows, constants["tile_rows"]) * count * chunks
-    if tiles > _TILES_MAX:
-        raise InvalidInput(f"rows: {rows} rows of {count} regions are {tiles} tiles; copy at most {_TILES_MAX} at once")
-    _move_kernel[(programs,)](
-        staging - column, row_bytes, regions + 32 * first, count, blocks, rows, chunks, tiles, **constants,
-        num_warps=_WARPS,
-    )  # fmt: skip

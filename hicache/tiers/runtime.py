@@ -120,12 +120,8 @@ class DeviceRuntime(ABC):
         when the call returns. REQUIRES: on each side, all copies of a call are within one registration."""
 
     @abstractmethod
-    def gather(self, stream: Stream, rows: Rows, programs: int) -> None:
-        """Queue a copy of blocks to staging; at most `programs` multiprocessors work on it."""
-
-    @abstractmethod
-    def scatter(self, stream: Stream, rows: Rows, programs: int) -> None:
-        """Queue a copy of staging to blocks. Otherwise as `gather`."""
+    def move(self, stream: Stream, rows: Rows, programs: int, *, to_blocks: bool) -> None:
+        """Queue a copy of staging to blocks, or of blocks to staging; at most `programs` multiprocessors work on it."""
 
     @abstractmethod
     def device_memory(self, size_bytes: int) -> Memory:

@@ -61,10 +61,6 @@ class SlowRuntime(CudaRuntime):
         self._stall(stream)
         super().copy(stream, targets, sources, sizes)
 
-    def gather(self, stream: int, rows: Rows, programs: int) -> None:
+    def move(self, stream: int, rows: Rows, programs: int, *, to_blocks: bool) -> None:
         self._stall(stream)
-        super().gather(stream, rows, programs)
-
-    def scatter(self, stream: int, rows: Rows, programs: int) -> None:
-        self._stall(stream)
-        super().scatter(stream, rows, programs)
+        super().move(stream, rows, programs, to_blocks=to_blocks)

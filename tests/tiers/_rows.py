@@ -1,7 +1,7 @@
 """Copies between blocks and staging rows with memmove: the reference for `hicache.tiers.rows_triton`.
 
-`gather_rows` and `scatter_rows` take addresses of host memory, so the tests of the copy engine also use them in place
-of a device. They reject arguments with which the kernel would read or write wrong bytes.
+`move_rows` takes addresses of host memory, so it needs no device. It rejects arguments with which the kernel would read
+or write wrong bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy.typing as npt
 import torch
 
 from hicache.tiers.blocks import EngineBlocks
+from hicache.tiers.runtime import Rows
 
 GUARD = 256  # bytes between tensors that no copy may change
 CAPACITY_BYTES = 4 << 20
@@ -28,40 +29,24 @@ class RowKernels(Protocol):
     """`hicache.tiers.rows_triton`, or a double of it."""
 
     @property
-    def gather_rows(self) -> Callable[..., None]: ...
-
-    @property
-    def scatter_rows(self) -> Callable[..., None]: ...
+    def move_rows(self) -> Callable[..., None]: ...
 
 
-def move_rows(  # noqa: PLR0913, PLR0917 - the arguments of the kernel
-    staging: int, row_bytes: int, regions: int, first: int, count: int, blocks: int, rows: int, *, column: int,
-    word: int, programs: int, longest: int, to_blocks: bool,
-) -> None:  # fmt: skip
-    """Copy as `rows_triton.scatter_rows` if `to_blocks`, else as `rows_triton.gather_rows`."""
+def move_rows(some: Rows, *, programs: int, to_blocks: bool) -> None:
+    """Copy as `rows_triton.move_rows`."""
     assert programs > 0
-    table = [_int64(regions + 32 * entry, 4) for entry in range(first, first + count)]
-    ids = _int64(blocks, rows)
-    assert len(set(ids)) == rows and all(block >= 0 for block in ids), ids
+    table = [_int64(some.regions + 32 * entry, 4) for entry in range(some.first, some.first + some.count)]
+    ids = _int64(some.blocks, some.rows)
+    assert len(set(ids)) == some.rows and all(block >= 0 for block in ids), ids
     for address, stride, begin, length in table:
-        assert 0 < length <= longest, (length, longest)
-        assert 0 <= begin - column <= row_bytes - length, (begin, column, length, row_bytes)
-        values = (staging, row_bytes, address, stride, begin - column, length)
-        assert not any(value % word for value in values), (word, values)
+        assert 0 < length <= some.longest, (length, some.longest)
+        assert 0 <= begin - some.column <= some.row_bytes - length, (begin, length, some)
+        values = (some.staging, some.row_bytes, address, stride, begin - some.column, length)
+        assert not any(value % some.word for value in values), (some.word, values)
         for row, block in enumerate(ids):
-            inside, outside = staging + row * row_bytes + begin - column, address + block * stride
+            inside, outside = some.staging + row * some.row_bytes + begin - some.column, address + block * stride
             target, source = (outside, inside) if to_blocks else (inside, outside)
             ctypes.memmove(target, source, length)
-
-
-def scatter_rows(*arguments: int, **numbers: int) -> None:
-    """See `rows_triton.scatter_rows`."""
-    move_rows(*arguments, **numbers, to_blocks=True)
-
-
-def gather_rows(*arguments: int, **numbers: int) -> None:
-    """See `rows_triton.gather_rows`."""
-    move_rows(*arguments, **numbers, to_blocks=False)
 
 
 def _int64(address: int, count: int) -> list[int]:
@@ -155,16 +140,19 @@ class Copy:
         used = self.table[self.first : self.first + self.count]
         return [self.staging, self.row_bytes, self.column, *(number for entry in used for number in entry)]
 
-    def run(self, move: Callable[..., None], memory: torch.Tensor, word: int, programs: int) -> torch.Tensor:
+    def run(
+        self, move: Callable[..., None], memory: torch.Tensor, word: int, programs: int, *, to_blocks: bool
+    ) -> torch.Tensor:
         """Return a copy of `memory` after the call. Table and ids also contain entries that must not be used."""
         arena = memory.clone()
         begin = arena.data_ptr()
         table = torch.tensor([[begin + entry[0], *entry[1:]] for entry in self.table], device=memory.device)
         blocks = torch.tensor([*self.blocks, 1 << 40], device=memory.device)
-        move(
-            begin + self.staging, self.row_bytes, table.data_ptr(), self.first, self.count, blocks.data_ptr(),
-            len(self.blocks), column=self.column, word=word, programs=programs, longest=self.longest,
+        rows = Rows(
+            begin + self.staging, self.row_bytes, table.data_ptr(), self.first, self.count, self.column,
+            blocks.data_ptr(), len(self.blocks), word, self.longest,
         )  # fmt: skip
+        move(rows, programs=programs, to_blocks=to_blocks)
         return arena.cpu()
 
 
@@ -194,18 +182,18 @@ def require_equal(
     kernels: RowKernels, copy: Copy, memory: torch.Tensor, word: int, programs: int, device: str = "cpu"
 ) -> None:
     """Raise AssertionError if one byte of the memory differs after `kernels` and after `move_rows`."""
-    for move, expected in ((kernels.scatter_rows, scatter_rows), (kernels.gather_rows, gather_rows)):
-        moved = copy.run(move, memory.to(device), word, programs)
-        wrong = (moved != copy.run(expected, memory, 1, 1)).nonzero()
-        assert not len(wrong), f"{move.__name__}, word {word}, {programs} programs: byte {wrong[0].item()} of {copy}"
+    for to_blocks in (True, False):
+        moved = copy.run(kernels.move_rows, memory.to(device), word, programs, to_blocks=to_blocks)
+        wrong = (moved != copy.run(move_rows, memory, 1, 1, to_blocks=to_blocks)).nonzero()
+        assert not len(wrong), f"{to_blocks=}, word {word}, {programs} programs: byte {wrong[0].item()} of {copy}"
 
 
 def require_round_trip(kernels: RowKernels, copy: Copy, memory: torch.Tensor, word: int, device: str = "cpu") -> None:
     """Raise AssertionError unless scattered rows are gathered again into overwritten staging."""
     staged = slice(copy.staging, copy.staging + len(copy.blocks) * copy.row_bytes)
-    scattered = copy.run(kernels.scatter_rows, memory.to(device), word, 3)
+    scattered = copy.run(kernels.move_rows, memory.to(device), word, 3, to_blocks=True)
     scattered[staged] = 0
-    gathered = copy.run(kernels.gather_rows, scattered.to(device), word, 3)
+    gathered = copy.run(kernels.move_rows, scattered.to(device), word, 3, to_blocks=False)
     assert gathered[staged].equal(memory[staged]), f"word {word}: {copy}"
 
 
@@ -236,8 +224,9 @@ def compare(kernels: RowKernels, seed: int, words: tuple[int, ...], device: str 
 def require_nothing(kernels: RowKernels, device: str = "cpu") -> None:
     """Raise AssertionError if a copy of zero rows writes anything."""
     copy, memory = random_copy("a latent of 1152 bytes", 16, random.Random(0))
-    for move in (kernels.scatter_rows, kernels.gather_rows):
-        assert replace(copy, blocks=[]).run(move, memory.to(device), 16, 3).equal(memory)
+    for to_blocks in (True, False):
+        moved = replace(copy, blocks=[]).run(kernels.move_rows, memory.to(device), 16, 3, to_blocks=to_blocks)
+        assert moved.equal(memory)
 
 
 def require_far(kernels: RowKernels) -> None:
@@ -246,12 +235,11 @@ def require_far(kernels: RowKernels) -> None:
     outside, staging = _sparse(far + 4096), _sparse(far + 4096)
     staging[:length], staging[far : far + length] = 1, 2
     table, blocks = np.array([outside.ctypes.data, far, 0, length]), np.array([1, 0])
-    arguments = (staging.ctypes.data, far, table.ctypes.data, 0, 1, blocks.ctypes.data, 2)
-    numbers = {"column": 0, "word": 1, "programs": 2, "longest": length}
-    kernels.scatter_rows(*arguments, **numbers)
+    rows = Rows(staging.ctypes.data, far, table.ctypes.data, 0, 1, 0, blocks.ctypes.data, 2, 1, length)
+    kernels.move_rows(rows, programs=2, to_blocks=True)
     assert (outside[:length] == 2).all() and (outside[far : far + length] == 1).all()
     staging[:length], staging[far : far + length] = 0, 0
-    kernels.gather_rows(*arguments, **numbers)
+    kernels.move_rows(rows, programs=2, to_blocks=False)
     assert (staging[:length] == 1).all() and (staging[far : far + length] == 2).all()
     assert not staging[length:4096].any() and not outside[length:4096].any()
 

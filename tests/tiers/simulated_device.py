@@ -279,17 +279,11 @@ class SimulatedRuntime(DeviceRuntime):
         for piece in pieces:
             stream.steps.append(partial(_moved, *piece))
 
-    def gather(self, stream: SimulatedStream, rows: Rows, programs: int) -> None:
-        self._kernel(stream, rows, scatters=False)
-
-    def scatter(self, stream: SimulatedStream, rows: Rows, programs: int) -> None:
-        self._kernel(stream, rows, scatters=True)
-
-    def _kernel(self, stream: SimulatedStream, rows: Rows, *, scatters: bool) -> None:
+    def move(self, stream: SimulatedStream, rows: Rows, programs: int, *, to_blocks: bool) -> None:
         """Queue one step per row. Each reads the ids and the table on the device when it runs."""
         self._maybe_fail()
 
-        def move(row: int) -> bool:
+        def move_row(row: int) -> bool:
             block = int(_int64(rows.blocks, rows.rows)[row])
             if not 0 <= block < BLOCKS_MAX:
                 raise Finding("a kernel has begun before its block ids were there")
@@ -299,11 +293,11 @@ class SimulatedRuntime(DeviceRuntime):
                 if size > rows.longest or any(number % rows.word for number in (base, stride, column, size)):
                     raise Finding(f"a kernel was told of {rows}, which is not true")
                 there, here = base + block * stride, rows.staging + row * rows.row_bytes + column - rows.column
-                _moved(*((there, here) if scatters else (here, there)), size)
+                _moved(*((there, here) if to_blocks else (here, there)), size)
             return True
 
         for row in range(rows.rows):
-            stream.steps.append(partial(move, row))
+            stream.steps.append(partial(move_row, row))
 
     def device_memory(self, size_bytes: int) -> Memory:
         if self.started:

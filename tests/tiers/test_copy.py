@@ -146,7 +146,7 @@ class NoKernels(SimulatedRuntime):
 
     closed = 0
 
-    def gather(self, stream: Any, rows: Rows, programs: int) -> None:
+    def move(self, stream: Any, rows: Rows, programs: int, *, to_blocks: bool) -> None:
         raise TransferError("copy: Triton cannot run a kernel: no C compiler")
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from hicache.errors import InvalidInput
 from hicache.tiers import rows_triton
-from hicache.tiers.runtime import WORDS, word_bytes
+from hicache.tiers.runtime import WORDS, Rows, word_bytes
 from tests.seeds import rng, seeds
 
 from . import _rows
@@ -29,7 +29,7 @@ def test_the_reference_copies_each_region_to_its_columns(layout: str, seed: int)
     for offset, stride, column, length in copy.table[copy.first : copy.first + copy.count]:
         region = expected.as_strided((max(copy.blocks) + 1, length), (stride, 1), offset)
         region[copy.blocks] = rows[:, column - copy.column :][:, :length]
-    assert copy.run(_rows.scatter_rows, memory, 1, 1).equal(expected)
+    assert copy.run(_rows.move_rows, memory, 1, 1, to_blocks=True).equal(expected)
     assert not expected.equal(memory)
     require_round_trip(_rows, copy, memory, 1)
 
@@ -41,23 +41,19 @@ def test_the_reference_handles_offsets_beyond_32_bits() -> None:
 class ShiftedColumn:
     """Kernels with a mistake: a region begins one byte too late in a staging row."""
 
-    gather_rows = staticmethod(_rows.gather_rows)
-
     @staticmethod
-    def scatter_rows(staging: int, *arguments: int, **numbers: int) -> None:
-        _rows.scatter_rows(staging + 1, *arguments, **numbers)
+    def move_rows(rows: Rows, *, programs: int, to_blocks: bool) -> None:
+        _rows.move_rows(replace(rows, staging=rows.staging + to_blocks), programs=programs, to_blocks=to_blocks)
 
 
 class LongRow:
     """Kernels with a mistake: one byte too many is written to a staging row."""
 
-    scatter_rows = staticmethod(_rows.scatter_rows)
-
     @staticmethod
-    def gather_rows(*arguments: int, **numbers: int) -> None:
-        _rows.gather_rows(*arguments, **numbers)
-        end = arguments[0] + arguments[1] * arguments[6]
-        ctypes.c_uint8.from_address(end).value ^= 1
+    def move_rows(rows: Rows, *, programs: int, to_blocks: bool) -> None:
+        _rows.move_rows(rows, programs=programs, to_blocks=to_blocks)
+        if not to_blocks:
+            ctypes.c_uint8.from_address(rows.staging + rows.row_bytes * rows.rows).value ^= 1
 
 
 @pytest.mark.parametrize("kernels", [ShiftedColumn(), LongRow()], ids=["a wrong column", "a row too long"])
@@ -81,11 +77,11 @@ def test_the_round_trip_needs_every_byte_of_staging() -> None:
 def test_the_reference_rejects_arguments_that_the_kernel_would_copy_wrongly(wrong: dict[str, object]) -> None:
     copy, memory = random_copy("a latent of 1152 bytes", 1, random.Random(0))
     copy = replace(copy, first=0, count=1, column=0, row_bytes=1152, longest=1152, blocks=[1, 2])
-    copy.run(_rows.gather_rows, memory, 16, 1)
+    copy.run(_rows.move_rows, memory, 16, 1, to_blocks=False)
     with pytest.raises(AssertionError):
-        replace(copy, **wrong).run(_rows.gather_rows, memory, 16, 1)  # type: ignore[arg-type]
+        replace(copy, **wrong).run(_rows.move_rows, memory, 16, 1, to_blocks=False)  # type: ignore[arg-type]
     with pytest.raises(AssertionError):
-        copy.run(_rows.gather_rows, memory, 512, 1)
+        copy.run(_rows.move_rows, memory, 512, 1, to_blocks=False)
 
 
 def test_the_word_is_the_largest_that_divides_everything() -> None:
@@ -97,8 +93,10 @@ def test_the_word_is_the_largest_that_divides_everything() -> None:
 
 def test_more_tiles_than_the_kernel_can_count_are_rejected_before_any_copy() -> None:
     with pytest.raises(InvalidInput, match="1073745920 tiles"):
-        rows_triton.gather_rows(16, 1 << 17, 16, 0, 1 << 10, 16, (1 << 18) + 1, column=0, word=16, programs=1,
-                                longest=1 << 17)  # fmt: skip
+        rows_triton.move_rows(
+            Rows(16, 1 << 17, 16, 0, 1 << 10, 0, 16, (1 << 18) + 1, word=16, longest=1 << 17), programs=1,
+            to_blocks=False,
+        )  # fmt: skip
 
 
 @pytest.mark.long
