@@ -17,7 +17,7 @@ from hicache.backends.base import Direction
 from hicache.clock import ManualClock
 from hicache.errors import ConfigError, InvalidInput
 from hicache.frame import NO_PARENT, FrameHeader
-from hicache.integrations.sglang.hits import ALL_PAGES, BLOCK_GROUPS, TRAILING_PAGES
+from hicache.integrations.sglang.hits import ALL_PAGES, TRAILING_PAGES
 from hicache.integrations.sglang.pages import HostPages
 from hicache.integrations.sglang.storage import HostPoolStorage
 from tests.integrations.host_pools import ENGINE, HostPool, Ranks, StatePool, files, keys, open_storage
@@ -36,8 +36,6 @@ class Transfer:
     keys: Sequence[str] | None = None
     host_indices: torch.Tensor | None = None
     hit_policy: str = ALL_PAGES
-    block_pages: int = 0
-    group_pages: int = 0
 
 
 def asked(name: str, count: int = 1, policy: str = TRAILING_PAGES) -> Transfer:
@@ -221,24 +219,6 @@ def test_the_hits_of_several_pools_are_those_that_all_policies_allow(opened: Ope
         allowed = oracle(8, stored["kv"], [(policy, count, stored[name]) for name, policy, count in rules])
         assert list(found.lengths) == allowed
         assert all(found.pages <= pages for pages in found.pools.values())
-
-
-def test_blocks_report_their_pages_and_do_not_limit_the_hit(opened: Open) -> None:
-    pools = {"kv": HostPool("page_first"), "deepseek_v4_c4": HostPool("page_first")}
-    store, chain = opened(pools, MEMORY), keys(8)
-
-    def covered(pages: int, group: int) -> tuple[int, int]:
-        blocks = Transfer("deepseek_v4_c4", None, None, BLOCK_GROUPS, pages, group)
-        found = store.find(chain, [blocks])
-        return found.pages, found.pools.get("deepseek_v4_c4", 0)
-
-    write_case(store, pools, chain, {"deepseek_v4_c4": {2, 3, 6}})
-    assert covered(4, 2) == (0, 4)  # a group that is not complete does not count
-    write_case(store, pools, chain, {"kv": {0, 1}, "deepseek_v4_c4": {7}})
-    assert covered(4, 2) == (2, 8)
-    assert covered(4, 3) == (2, 0)
-    with pytest.raises(InvalidInput, match="5 keys for a block of 4 pages"):
-        covered(4, 5)
 
 
 def test_a_damaged_page_shortens_the_hit_by_the_rule_of_its_pool(opened: Open, tmp_path: Path) -> None:

@@ -3,11 +3,8 @@
     all_pages        each page of the prefix
     trailing_pages   the last pages of the prefix, as many as the transfer has keys: a sliding window, or one state. So
                      5 pages may be restorable while 4 and 3 are not
-    block_groups     a second form of the KV, in blocks of several pages. It does not limit the prefix, and reports the
-                     pages that its leading complete blocks cover
 
-SGLang 0.5.23 defines `block_groups`, but makes no such transfer, and its own stores reject it. Here the keys of a block
-are those of its last pages: SGLang's key of a page names all tokens before it, but not those after it.
+SGLang 0.5.23 also defines `block_groups`, but makes no such transfer, and its own stores reject it too.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from ...errors import InvalidInput
 from ..store import PoolStorage
 from .identity import KV
 
-ALL_PAGES, TRAILING_PAGES, BLOCK_GROUPS = "all_pages", "trailing_pages", "block_groups"
+ALL_PAGES, TRAILING_PAGES = "all_pages", "trailing_pages"
 
 
 class Transfer(Protocol):
@@ -44,14 +41,6 @@ class Transfer(Protocol):
     @property
     def hit_policy(self) -> str:
         """One of the policies above."""
-
-    @property
-    def block_pages(self) -> int:
-        """The pages of a block."""
-
-    @property
-    def group_pages(self) -> int:
-        """The keys of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,16 +65,12 @@ def find_hits(
     pools = {KV: kv_pages} if kv_pages else {}
     lengths: Sequence[int] = range(1, kv_pages + 1)
     for transfer, store in wanted:
-        if transfer.hit_policy == BLOCK_GROUPS:
-            covered = _blocks(transfer, keys, store, deadline)
-        elif not lengths:
-            continue
-        else:
-            allowed = _allowed(transfer, keys[:kv_pages], store, deadline)
-            covered = max(allowed, default=0)
-            lengths = [length for length in lengths if length in allowed]
-        if covered:
-            pools[transfer.name] = covered
+        if not lengths:
+            break
+        allowed = _allowed(transfer, keys[:kv_pages], store, deadline)
+        lengths = [length for length in lengths if length in allowed]
+        if allowed:
+            pools[transfer.name] = max(allowed)
     return PoolHits(lengths, pools)
 
 
@@ -101,13 +86,3 @@ def _allowed(transfer: Transfer, keys: Sequence[bytes], store: PoolStorage, dead
         if run >= min(needed, length):
             allowed.add(length)
     return allowed
-
-
-def _blocks(transfer: Transfer, keys: Sequence[bytes], store: PoolStorage, deadline: float) -> int:
-    """Return the number of pages in the leading complete blocks."""
-    pages, group = transfer.block_pages, transfer.group_pages
-    if not 1 <= group <= pages:
-        raise InvalidInput(f"sglang: {group} keys for a block of {pages} pages of pool {transfer.name}; use 1 or more")
-    ends = range(pages, len(keys) + 1, pages)
-    found = store.lookup([key for end in ends for key in keys[end - group : end]], deadline)
-    return found // group * pages
