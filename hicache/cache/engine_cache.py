@@ -97,7 +97,7 @@ class EngineCache(HiRadixCache):
         of the device: the content of L1 is unknown then."""
         tree = self.tree
         if self._device_fault is not None:
-            return Found(self.root, 0, self.root, 0)
+            return self.nothing
         match = tree.match(key)
         end, host_pages = self._loadable(match)
         device = Prefix(tree, match.device_node)
@@ -138,7 +138,7 @@ class EngineCache(HiRadixCache):
         if tree is not self.tree or self._device_fault is not None or not pages:
             return 0
         if pages > self.controller.load_room:
-            self.controller.refuse_load()
+            self.controller.refused["load"] += 1
             return None
         if not self.break_even.decide(Route.LOAD, pages * self.page_size, pages).go:
             self._counters.skipped["load_does_not_pay"] += 1
@@ -217,6 +217,11 @@ class EngineCache(HiRadixCache):
         return Prefix(self.tree, self.tree.match(RadixKey(b"", b"", self.tree.position_bytes)).node)
 
     @property
+    def nothing(self) -> Found:
+        """The result of `find` for a prompt of which nothing is cached."""
+        return Found(self.root, 0, self.root, 0)
+
+    @property
     def copies_in_flight(self) -> tuple[int, int]:
         """The copies to L2 and to L1 in flight."""
         return self._l1.copies_in_flight
@@ -288,11 +293,6 @@ class EngineCache(HiRadixCache):
         super()._take_in(acks)
         if acks.fault is not None and not (acks.failed_loads or self.controller.has_ranks):
             self._untold_fault = None  # a copy to L2 failed, so L1 is whole, and the next forward need not fail
-
-    def _may_begin(self, key: RadixKey) -> bool:
-        """Return True: the engine asks only for requests that it can admit, as far as it knows. SGLang stops asking
-        once a batch is full."""
-        return True
 
     def _reusable(self, key: RadixKey) -> RadixKey:
         """Return `key`: the engine has cut off the tokens that it computes."""

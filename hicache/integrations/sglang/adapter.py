@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -23,11 +23,11 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from ...arguments import instance
 from ...errors import ConfigError, HiCacheError
-from ..options import engine_config, known_options
+from ..options import known_options
 from ..store import EngineStorage
 from .identity import KV, Engine
 from .pages import HostPages, HostPool
-from .running import OPTIONS, running_engine, weight_version
+from .running import OPTIONS, PROCESSES_MAX, page_config, running_engine, weight_version
 from .storage import HostPoolStorage
 
 logger = logging.getLogger(__name__)
@@ -37,12 +37,8 @@ _KNOWN = frozenset({
     "backend_name", "module_path", "class_name", "interface_v1", "file_storage_path", "config", "model",
     "fixed_weights",
 })  # fmt: skip
-# Each process of an engine on a node serves metrics on its own port.
-_PROCESSES_MAX = 64
 # SGLang waits 10 s for its storage threads when it flushes or detaches; its scheduler dies if one is still in a call.
 _DEADLINE_S_MAX = 5.0
-# Shorter pages need a file or an object for a few tokens each.
-_PAGE_TOKENS_MIN = 16
 
 
 class HiCacheStore(HiCacheStorage):
@@ -63,7 +59,7 @@ class HiCacheStore(HiCacheStorage):
         self._engine: Engine
         known_options(OPTIONS, self._extra, _KNOWN)
         if not self._extra.get("interface_v1"):
-            raise ConfigError(f'{OPTIONS}: HiCache only transfers pages in place; add "interface_v1": 1')
+            self._refuse()
         if storage_config.should_split_heads:
             raise ConfigError(
                 f"{OPTIONS}: tp_lcm_size: pages split by heads are not supported by HiCache; remove it"
@@ -73,15 +69,10 @@ class HiCacheStore(HiCacheStorage):
         """Open storage, for the pages of the pool if it has bytes. Blocks while weights are fingerprinted for the first
         time."""
         super().register_mem_pool_host(mem_pool_host)
-        tokens = mem_pool_host.page_size
-        config = engine_config(OPTIONS, self._extra, tokens, whole_page=True)
+        config = page_config(self._extra, mem_pool_host.page_size)
         self._engine = running_engine(self._extra, config.model_label)
-        if tokens < _PAGE_TOKENS_MIN:
-            logger.warning(
-                "pages have %d tokens, and each is an object in storage: start SGLang with --page-size 64", tokens
-            )
         is_current = self._weights_are_those_of_now(mem_pool_host)
-        storage = EngineStorage(config, processes=_PROCESSES_MAX, deadline_s_max=_DEADLINE_S_MAX)
+        storage = EngineStorage(config, processes=PROCESSES_MAX, deadline_s_max=_DEADLINE_S_MAX)
         self._storage = HostPoolStorage(storage, is_current)
         if not isinstance(mem_pool_host, LogicalHostPool):
             self._add(KV, mem_pool_host)
@@ -160,27 +151,11 @@ class HiCacheStore(HiCacheStorage):
         if self._storage is not None and not self._storage.close():
             logger.warning("storage did not close in time; one of its threads is still running")
 
+    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
+        raise ConfigError(f'{OPTIONS}: HiCache only transfers pages in place; add "interface_v1": 1')
+
     # Unsupported methods, which copy pages
-
-    def get(self, key: str, target_location: object = None, target_sizes: object = None) -> NoReturn:
-        """Raise ConfigError."""
-        _refuse()
-
-    def batch_get(self, keys: list[str], target_locations: object = None, target_sizes: object = None) -> NoReturn:
-        """Raise ConfigError."""
-        _refuse()
-
-    def set(
-        self, key: str, value: object = None, target_location: object = None, target_sizes: object = None
-    ) -> NoReturn:
-        """Raise ConfigError."""
-        _refuse()
-
-    def batch_set(
-        self, keys: list[str], values: object = None, target_locations: object = None, target_sizes: object = None
-    ) -> NoReturn:
-        """Raise ConfigError."""
-        _refuse()
+    get = batch_get = set = batch_set = _refuse
 
     def _add(self, name: str, pool: HostPool) -> None:
         """Open a store for the pages of a pool. If that fails, close all stores: SGLang may call the others, although
@@ -216,7 +191,3 @@ class HiCacheStore(HiCacheStorage):
         if self._storage is None:
             raise ConfigError("HiCacheStore: no host pool is registered; call register_mem_pool_host first")
         return self._storage
-
-
-def _refuse() -> NoReturn:
-    raise ConfigError(f'{OPTIONS}: HiCache only transfers pages in place; add "interface_v1": 1')

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,10 +11,26 @@ from huggingface_hub import try_to_load_from_cache
 from sglang.srt.runtime_context import get_lora, get_model, get_serving, get_spec
 from sglang.version import __version__ as sglang_version
 
-from ..options import model_identity
+from ...config import HiCacheConfig
+from ..options import engine_config, model_identity
 from .identity import Engine
 
+logger = logging.getLogger(__name__)
+
 OPTIONS = "--hicache-storage-backend-extra-config"
+# Each process of an engine on a node serves metrics on its own port.
+PROCESSES_MAX = 64
+# Shorter pages need a file or an object for a few tokens each.
+_PAGE_TOKENS_MIN = 16
+
+
+def page_config(extra: Mapping[str, object], page_tokens: int) -> HiCacheConfig:
+    """Return HiCache's configuration for SGLang's pages. Reads the file. Raises as `engine_config`."""
+    if page_tokens < _PAGE_TOKENS_MIN:
+        logger.warning(
+            "pages have %d tokens, and each is an object in storage: start SGLang with --page-size 64", page_tokens
+        )
+    return engine_config(OPTIONS, extra, page_tokens, whole_page=True)
 
 
 def weight_version() -> str:

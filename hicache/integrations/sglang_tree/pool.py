@@ -10,7 +10,7 @@ All calls are made on SGLang's scheduler thread.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,7 @@ from sglang.srt.mem_cache.device_pool_info import KVBufferLayout, MHABufferInfo,
 
 from ...errors import ConfigError, InvariantError
 from ...geometry import DTYPE_BYTES, KVGeometry, KVLayout
-from ...tiers import EngineBlocks, Transfer
+from ...tiers import Transfer
 from ...tiers.device import known_device
 from ...tiers.upload import upload
 from ...types import PageIds
@@ -71,12 +71,9 @@ class SGLangPages:
         """See `EnginePages`."""
         self.used_pages += count
 
-    def free_group(self) -> AbstractContextManager[None]:
-        """See `PagePool`."""
-        return self._group()
-
     @contextmanager
-    def _group(self) -> Iterator[None]:
+    def free_group(self) -> Iterator[None]:
+        """See `PagePool`."""
         self._allocator.free_group_begin()
         try:
             yield
@@ -196,9 +193,4 @@ def _unsupported(pool: Any) -> ConfigError:
         f"the KV cache of this model is a {type(pool).__name__}, and HiCache's tree holds one pool of full attention; "
         f"{USE_OWN_TREE}"
     )
-
-
-def device_blocks(layers: list[list[torch.Tensor]], page_size: int) -> EngineBlocks:
-    """Return the tensors as blocks, one per page; page 0 is padding."""
-    return EngineBlocks(layers, first=1, slots_per_block=page_size)
 

@@ -26,10 +26,11 @@ from ...geometry import KVGeometry, KVLayout
 from ...keys import Namespace
 from ...metrics.families import cache_collector
 from ...metrics.server import serve_collector
-from ..options import engine_config, known_options
-from ..sglang.running import OPTIONS, running_engine
+from ...tiers import EngineBlocks
+from ..options import known_options
+from ..sglang.running import OPTIONS, PROCESSES_MAX, page_config, running_engine
 from .events import TreeEvents
-from .pool import DraftWaits, LayerWaits, SGLangPages, device_blocks, device_layers
+from .pool import DraftWaits, LayerWaits, SGLangPages, device_layers
 from .prefill import PrefillClock
 from .settings import INEFFECTIVE, REFUSED, USE_OWN_TREE, refused, without_effect
 from .tree import HiCacheTree
@@ -37,10 +38,6 @@ from .weights import WeightsWatch
 
 logger = logging.getLogger(__name__)
 
-# Each process of an engine on a node serves metrics on its own port.
-_PROCESSES_MAX = 64
-# Shorter pages need a file or an object for a few tokens each.
-_PAGE_TOKENS_MIN = 16
 
 
 def build_tree(context: TreeCacheBuildContext) -> HiCacheTree:
@@ -53,8 +50,8 @@ def build_tree(context: TreeCacheBuildContext) -> HiCacheTree:
     geometry, layers = device_layers(pool, drafts)
     extra = _extra_of(get_memory().hicache_storage_backend_extra_config)
     known_options(OPTIONS, extra, frozenset({"config", "model"}))
-    config = _config_of(engine_config(OPTIONS, extra, params.page_size, whole_page=True), context)
-    blocks = device_blocks(layers, params.page_size)
+    config = _config_of(page_config(extra, params.page_size), context)
+    blocks = EngineBlocks(layers, first=1, slots_per_block=params.page_size)  # one block per page; page 0 is padding
     namespace = _namespace(extra, config, geometry, wide_ids=_has_wide_ids(context))
     ranks = _ranks(config, params.tp_cache_group)
     pages = SGLangPages(allocator)
@@ -66,7 +63,7 @@ def build_tree(context: TreeCacheBuildContext) -> HiCacheTree:
     _register_waits(context, waits, pool, drafts)
     first = get_parallel().attn_tp_rank == 0
     servers = [
-        serve_collector(config, cache_collector(cache.statistics), ports=_PROCESSES_MAX) if first else None,
+        serve_collector(config, cache_collector(cache.statistics), ports=PROCESSES_MAX) if first else None,
         serve_admin(config, cache, namespace) if first else None,
     ]
 
@@ -130,11 +127,6 @@ def _extra_of(text: str | None) -> dict[str, Any]:
 def _config_of(config: HiCacheConfig, context: TreeCacheBuildContext) -> HiCacheConfig:
     """Return the configuration of this process: keys of 8 bytes where a position is not one token of 4 bytes, and its
     own names for each data-parallel rank."""
-    if context.params.page_size < _PAGE_TOKENS_MIN:
-        logger.warning(
-            "pages have %d tokens, and each is an object in storage: start SGLang with --page-size 64",
-            context.params.page_size,
-        )
     if _has_wide_ids(context) and config.events.endpoint is not None:
         raise ConfigError(
             "events.endpoint: this model's images have ids of 62 bits, which these events cannot hold; remove it, and "

@@ -125,7 +125,7 @@ class HiCacheTree(BasePrefixCache):
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Return the cached prefix, of which `init_load_back` can load the part on L2."""
         key = self._key(params.key.raw_token_ids(), params.key.extra_key, params.key.cache_salt)
-        found = self._nothing() if key is None else self.cache.find(key)
+        found = self.cache.nothing if key is None else self.cache.find(key)
         self._matched = None if key is None or params.req is None else _Matched(params.req, key, found)
         return MatchResult(
             device_prefix_len=found.device_pages * self.page_size,
@@ -168,7 +168,7 @@ class HiCacheTree(BasePrefixCache):
 
     def root_node_handle(self, extra_key: str | None = None) -> Prefix:
         """Return the start of all prompts."""
-        return self._nothing().device
+        return self.cache.root
 
     def dfs_weight_order(self, node_handles: Sequence[Prefix]) -> list[int]:
         """Return the order of requests, by the handles of their prefixes, that keeps those with common prefixes
@@ -463,7 +463,3 @@ class HiCacheTree(BasePrefixCache):
             name = self._lora_names.resolve(extra_key)
             self.cache.name_origin(extra_key=extra_key, cache_salt=cache_salt or None, lora_name=name)
         return key
-
-    def _nothing(self) -> Found:
-        root = self.cache.root
-        return Found(root, 0, root, 0)
