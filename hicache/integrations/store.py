@@ -23,10 +23,13 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
+from prometheus_client.registry import Collector
+
 from ..backends.base import Direction, GetOutcome, SetOutcome
-from ..backends.compose import copies_of
+from ..backends.compose import CopyStatistics, copies_of
 from ..backends.opening import StorageOpener
 from ..backends.slot import OpenBackend
 from ..backends.storage import Storage, StoreStatistics, named_stores
@@ -37,11 +40,41 @@ from ..errors import BackendUnavailable, ConfigError, InvalidInput
 from ..frame import PageBuffer
 from ..keys import Namespace
 from ..metrics.server import serve_collector
+from ..metrics.spec import MetricSpec, SnapshotCollector, Table
+from ..metrics.stores import copy_metrics, store_table
 from ..supervised import SupervisedPool
-from .figures import EngineStorageStatistics, storage_collector
 
 logger = logging.getLogger(__name__)
 Answer = TypeVar("Answer")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStorageStatistics:
+    """Totals since the start. `skipped` counts calls that were not made because storage is not open, has just failed or
+    its breaker is open. `stores` are those of `Slot.leaves`."""
+
+    skipped: Mapping[Direction, int]
+    open_failures: int
+    stores: tuple[StoreStatistics, ...]
+    copies: Mapping[str, CopyStatistics]
+
+
+_COPIES: tuple[MetricSpec[EngineStorageStatistics], ...] = copy_metrics(lambda s: s.copies)
+
+# With the same names as in a cache, so that dashboards and alerts work for both.
+STORAGE_METRICS: tuple[MetricSpec[EngineStorageStatistics], ...] = (
+    MetricSpec("skipped_total", "Skipped calls of storage, by reason.", ("reason",),
+               lambda s: {"prefetch_paused": s.skipped[Direction.READ], "store_paused": s.skipped[Direction.WRITE]},
+               "Rises while storage is not open, or has just failed."),
+    MetricSpec("storage_open_failures_total", "Failed attempts to open storage.", (),
+               lambda s: s.open_failures, "Rises while the server is down. The log has the error."),
+    *_COPIES,
+)  # fmt: skip
+
+
+def storage_collector(statistics: Callable[[], EngineStorageStatistics]) -> Collector:
+    """Return the collector of an engine's storage."""
+    return SnapshotCollector(statistics, Table(STORAGE_METRICS, lambda s: [((), s)]), store_table(lambda s: s.stores))
 
 
 class EngineGate(StorageGate):
