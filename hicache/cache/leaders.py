@@ -19,7 +19,7 @@ Called by the scheduler thread alone; no lock.
 from __future__ import annotations
 
 from ..controller import Lookup, Read
-from ..keys import RadixKey
+from ..keys import RadixKey, common_pages
 from ..radix import Match, RadixTree
 from .prefetch_states import Fetch, FirstPages, Prefetch, Verdict
 
@@ -92,26 +92,11 @@ def shares_verdict(follower: Prefetch, leader: Prefetch) -> bool:
     if fetch.verdict is None or follower.device_pages < leader.device_pages:
         return False
     page_size, end_page = fetch.tree.page_size, fetch.verdict.page + 1
-    common_pages = _common_pages(leader, follower.key, end_page)
-    if common_pages >= min(end_page, max(leader.key.pages(page_size), follower.key.pages(page_size))):
+    page_bytes, asked_page = fetch.tree.page_bytes, fetch.asked_page  # both keys agree before the lookup of the leader
+    start = asked_page * page_bytes
+    asked = leader.key.tokens[start : end_page * page_bytes]
+    common = asked_page + common_pages(asked, follower.key.tokens, start, page_bytes)
+    if common >= min(end_page, max(leader.key.pages(page_size), follower.key.pages(page_size))):
         return True
-    follower.divergence_end_page = common_pages + 1
+    follower.divergence_end_page = common + 1
     return False
-
-
-def _common_pages(leader: Prefetch, key: RadixKey, pages_max: int) -> int:
-    """Return how many leading pages the key of `leader` shares with that of a follower, at most `pages_max`.
-
-    REQUIRES: they agree before the first page of the leader's lookup.
-    """
-    fetch = leader.current
-    page_bytes, page_size = fetch.tree.page_bytes, fetch.tree.page_size
-    start = fetch.asked_page * page_bytes
-    low, high = fetch.asked_page, min(pages_max, leader.key.pages(page_size), key.pages(page_size))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if key.tokens.startswith(leader.key.tokens[start : middle * page_bytes], start):
-            low = middle
-        else:
-            high = middle - 1
-    return low

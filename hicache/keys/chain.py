@@ -54,6 +54,18 @@ def split_keys(joined: bytes) -> list[bytes]:
     return pages
 
 
+def common_pages(run: bytes, tokens: bytes, offset: int, page_bytes: int) -> int:
+    """Return how many whole pages of `page_bytes` at the start of `run` are in `tokens` from `offset` on."""
+    low, high = 0, min(len(run), len(tokens) - offset) // page_bytes
+    while low < high:
+        middle = (low + high + 1) // 2
+        if tokens.startswith(run[: middle * page_bytes], offset):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
 def key_page_bytes(page_size: int, position_bytes: int) -> int:
     """Return the bytes of one page of `page_size` tokens in a `RadixKey` of this kind: its positions, or its page
     key."""

@@ -14,7 +14,7 @@ from typing import Protocol
 from ..arguments import instance
 from ..errors import InvalidInput, InvariantError
 from ..events.types import Medium
-from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, PageChain, RadixKey, key_page_bytes, page_keys, split_keys
+from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, PageChain, RadixKey, common_pages, key_page_bytes, page_keys, split_keys
 from .node import NO_CHILDREN, Node, UseHistory
 
 
@@ -181,25 +181,13 @@ class PrefixTree:
                 if child is None:
                     break
                 if not starts_with(child.key, offset):
-                    child = self.split(child, self._common_pages(child.key, tokens, offset, end))
+                    child = self.split(child, common_pages(child.key, tokens, offset, page_bytes))
                 node.recent_child = child
             child.last_access = now
             append(child)
             offset += len(child.key)
             node = child
         return path
-
-    def _common_pages(self, run: bytes, tokens: bytes, offset: int, end: int) -> int:
-        """Return how many whole pages `run` shares with `tokens[offset:end]`. REQUIRES: the first page is shared."""
-        page_bytes = self.page_bytes
-        low, high = 1, min(len(run), end - offset) // page_bytes
-        while low < high:
-            middle = (low + high + 1) // 2
-            if tokens.startswith(run[: middle * page_bytes], offset):
-                low = middle
-            else:
-                high = middle - 1
-        return low
 
     def _new_node(self, parent: Node | None, key: bytes, priority: int = 0) -> Node:
         self._next_id += 1

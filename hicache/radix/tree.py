@@ -24,7 +24,7 @@ from collections.abc import Callable
 
 from ..errors import InvalidInput, InvariantError
 from ..events.types import Medium
-from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, RadixKey
+from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, RadixKey, common_pages
 from ..policies import EvictionPolicy
 from ..types import NO_PAGES, PageIds, concat
 from .eviction import EvictionQueues
@@ -101,7 +101,7 @@ class RadixTree(PrefixTree):
         children = {} if root is None else root.children
         while offset < end and (child := children.get(tokens[offset : offset + page_bytes])) is not None:
             whole = tokens.startswith(child.key, offset)
-            count = self.pages(child) if whole else self._common_pages(child.key, tokens, offset, end)
+            count = self.pages(child) if whole else common_pages(child.key, tokens, offset, page_bytes)
             if child.device is not None:
                 device_pages += count
             else:
