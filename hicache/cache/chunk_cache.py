@@ -17,7 +17,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..arguments import instance, number, whole
-from ..controller import ControllerStatistics, QueueStatistics
+from ..controller import ControllerStatistics
 from ..errors import InvalidInput, InvariantError
 from ..events import EventStream, Publisher
 from ..keys import RadixKey, require_epoch
@@ -32,14 +32,6 @@ from .recorder import EventRecorder
 from .requests import RequestKV, RunningRequests, computed_pages, missing_pages, require_beginning
 from .statistics import NO_TIER, CacheCounters, CacheStatistics, TierStatistics
 
-_IDLE = ControllerStatistics(
-    queues=QueueStatistics(
-        write=0, load=0, prefetch=0, reads=0, backup=0, device_pages_reserved=0, host_pages_reserved=0
-    ),
-    written_pages=0, loaded_pages=0, prefetched_pages=0, stored_pages=0, refused={}, worker_errors={},
-    worker_restarts=0, workers_alive=0, workers_stuck=0, open_failures=0, backend=None, backends=(),
-    copies={},
-)  # fmt: skip
 _UNDECIDED = BreakEven().statistics()
 # The time for a publisher to send its last events. There are none, so it ends at once.
 CLOSE_S = 1.0
@@ -208,7 +200,7 @@ class ChunkCache:
             device=TierStatistics.of(self.device.allocator, 0, 0, self.device.geometry.payload_bytes),
             host=NO_TIER,
             break_even=_UNDECIDED,
-            controller=_IDLE,
+            controller=ControllerStatistics(),
             events=None if self._events is None else self._events.stream.statistics(),
             publisher=None if self._publisher is None else self._publisher.statistics(),
         )

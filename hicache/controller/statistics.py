@@ -15,13 +15,13 @@ from ..histogram import BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram, HistogramStatist
 class QueueStatistics:
     """Depth of each queue now, and pages reserved for unfinished operations. A merged copy counts as one."""
 
-    write: int
-    load: int
-    prefetch: int
-    reads: int
-    backup: int
-    device_pages_reserved: int
-    host_pages_reserved: int
+    write: int = 0
+    load: int = 0
+    prefetch: int = 0
+    reads: int = 0
+    backup: int = 0
+    device_pages_reserved: int = 0
+    host_pages_reserved: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,20 +71,20 @@ class ControllerStatistics:
     if the engine copies. `ranks` is None without ranks.
     """
 
-    queues: QueueStatistics
-    written_pages: int
-    loaded_pages: int
-    prefetched_pages: int
-    stored_pages: int
-    refused: dict[str, int]
-    worker_errors: dict[str, int]
-    worker_restarts: int
-    workers_alive: int
-    workers_stuck: int
-    open_failures: int
-    backend: BackendStatistics | None
-    backends: tuple[StoreStatistics, ...]
-    copies: Mapping[str, CopyStatistics]
+    queues: QueueStatistics = QueueStatistics()
+    written_pages: int = 0
+    loaded_pages: int = 0
+    prefetched_pages: int = 0
+    stored_pages: int = 0
+    refused: Mapping[str, int] = field(default_factory=dict)
+    worker_errors: Mapping[str, int] = field(default_factory=dict)
+    worker_restarts: int = 0
+    workers_alive: int = 0
+    workers_stuck: int = 0
+    open_failures: int = 0
+    backend: BackendStatistics | None = None
+    backends: tuple[StoreStatistics, ...] = ()
+    copies: Mapping[str, CopyStatistics] = field(default_factory=dict)
     l1_copies: Mapping[str, CopyTimes] = field(default_factory=dict)
     ranks: RankStatistics | None = None
     touched_pages: int = 0
