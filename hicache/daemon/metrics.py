@@ -14,7 +14,7 @@ from prometheus_client.registry import Collector
 from ..backends.base import GetOutcome, SetOutcome
 from ..histogram import BOUNDS_S, Histogram
 from ..metrics.spec import MetricSpec, SnapshotCollector, Table, Values
-from ..metrics.stores import STORE_METRICS, copy_metrics, outcomes, with_zeros
+from ..metrics.stores import STORE_METRICS, copy_metrics, with_zeros
 from .calls import LIMITS
 from .gate import OPERATIONS
 from .statistics import NamespaceStatistics, NodeState, NodeStatistics
@@ -97,9 +97,9 @@ NAMESPACE_METRICS: tuple[MetricSpec[NamespaceStatistics], ...] = (
     MetricSpec("daemon_shared_writes_total", "Pages not written because another engine was writing them.", (),
                lambda s: s.sharing.shared_writes, "Writes that sharing saved."),
     MetricSpec("daemon_get_pages_total", "Pages that engines requested, by outcome.", ("outcome",),
-               lambda s: outcomes(GetOutcome, s.backend.gets), "As backend_get_pages_total, as engines see it."),
+               lambda s: with_zeros(GetOutcome, s.backend.gets), "As backend_get_pages_total, as engines see it."),
     MetricSpec("daemon_set_pages_total", "Pages that engines stored, by outcome.", ("outcome",),
-               lambda s: outcomes(SetOutcome, s.backend.sets), "As backend_set_pages_total, as engines see it."),
+               lambda s: with_zeros(SetOutcome, s.backend.sets), "As backend_set_pages_total, as engines see it."),
     MetricSpec("daemon_transferred_bytes_total", "Bytes of frames sent to and received from engines.", ("direction",),
                lambda s: {"read": s.backend.read_bytes, "write": s.backend.written_bytes},
                "The difference from backend_transferred_bytes_total is the traffic that pool and sharing save the "

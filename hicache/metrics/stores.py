@@ -6,7 +6,6 @@ label with a reason has a fixed set of values; other reasons count as `other`, a
 
 from __future__ import annotations
 
-import enum
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -40,11 +39,6 @@ def with_zeros(known: Iterable[str], counts: Mapping[Any, int]) -> Values:
         if kind in found:
             found[kind] += count
     return found
-
-
-def outcomes(of: type[enum.StrEnum], counts: Mapping[Any, int]) -> Values:
-    """Return counts by outcome, zero if missing."""
-    return with_zeros(of, counts)
 
 
 def _errors(counts: Mapping[str, int]) -> Values:
@@ -88,11 +82,11 @@ def store_table(stores: Callable[[S], Iterable[StoreStatistics]]) -> Table[S]:
 # The label `backend` comes first.
 STORE_METRICS: tuple[MetricSpec[StoreStatistics], ...] = (
     MetricSpec("backend_get_pages_total", "Pages requested from the backend, by outcome.", ("outcome",),
-               lambda b: outcomes(GetOutcome, b.statistics.gets),
+               lambda b: with_zeros(GetOutcome, b.statistics.gets),
                "hit divided by all is the store's hit rate. Many misses after successful lookups: the store evicts "
                "pages before they are read."),
     MetricSpec("backend_set_pages_total", "Pages to be stored, by outcome.", ("outcome",),
-               lambda b: outcomes(SetOutcome, b.statistics.sets),
+               lambda b: with_zeros(SetOutcome, b.statistics.sets),
                "rejected: no room; the log says why. present: already stored."),
     MetricSpec("backend_corrupt_pages_total", "Stored pages rejected as damaged, by reason.",
                ("reason",), lambda b: with_zeros(_DAMAGE, b.statistics.corrupt),
