@@ -303,7 +303,7 @@ class FrameCodec:
         return key, None if parent == NO_PARENT else parent
 
     def stream(self) -> TagStream | None:
-        """Return a stream to pass to `accept` or `check` for a page that arrives in pieces. Return None for tags that
+        """Return a stream to pass to `accept` for a page that arrives in pieces. Return None for tags that
         can only be computed over the whole page."""
         return TagStream() if self.tag_kind is TagKind.XXH3_128 else None
 
@@ -325,8 +325,6 @@ class FrameCodec:
         if isinstance(page, PageView):
             return self._accept_parts(key, page, stored_bytes, arrived)
         frame = page
-        if not self.fits(stored_bytes):
-            return Damage.SIZE
         header = bytes(frame[:HEADER_BYTES])
         damage = self._refusal(header, key, stored_bytes)
         if damage is not None:
@@ -353,8 +351,6 @@ class FrameCodec:
     def _accept_parts(
         self, key: bytes, page: PageView, stored_bytes: int, arrived: TagStream | None
     ) -> Damage | None:
-        if not self.fits(stored_bytes):
-            return Damage.SIZE
         header = bytes(page.header)
         damage = self._refusal(header, key, stored_bytes)
         if damage is not None:
@@ -389,13 +385,11 @@ class FrameCodec:
         fixed = pack_fixed(start, key, header[PARENT], self.namespace, self.payload_bytes, header[METADATA])
         return (MAGIC + _NO_TAG + NO_NONCE + fixed + header[STORED_TIME]).ljust(HEADER_BYTES, b"\0")
 
-    def check(self, key: bytes, stored: memoryview, arrived: TagStream | None = None) -> Damage | None:
+    def check(self, key: bytes, stored: memoryview) -> Damage | None:
         """Return None if all of `stored` is verified as the page `key` of this namespace, else its damage.
 
         Like `accept`, but mutates nothing. Of a compressed page it only verifies that the stored bytes are unchanged.
         """
-        if not self.fits(len(stored)):
-            return Damage.SIZE
         header = bytes(stored[:HEADER_BYTES])
         damage = self._refusal(header, key, len(stored))
         if damage is not None:
@@ -404,10 +398,12 @@ class FrameCodec:
         if self._encrypts:
             return None if self._decrypt(header, body, self._buffers.take()[: len(body)]) else Damage.TAG
         covered = stored[COVERED_FROM : HEADER_BYTES + len(body)]
-        return None if self._is_proved(header, [covered], arrived) else Damage.TAG
+        return None if self._is_proved(header, [covered], None) else Damage.TAG
 
     def _refusal(self, header: bytes, key: bytes, stored_bytes: int) -> Damage | None:
-        """Return the damage that the header alone shows, or None."""
+        """Return the damage that the header and the size alone show, or None."""
+        if not self.fits(stored_bytes):
+            return Damage.SIZE
         if (
             header[VERSION_AND_KIND] != self._version_and_kind
             or header[KEY_ID] not in self._known_ids
