@@ -43,7 +43,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ..config import BreakEvenConfig
-from ..errors import InvalidInput, InvariantError
+from ..errors import InvariantError
 
 # An estimate is a median over this many operations. Three stalls of any length among seven do not move it; a real
 # change shows after the fourth. A decaying sum would be worse: one stall of thirty seconds outweighs a hundred normal
@@ -201,11 +201,8 @@ class BreakEven:
     ) -> None:
         """`page_bytes` is the size of a page, equal on all ranks: that of the longest pipeline stage.
 
-        `probe_every` is the length of a run of decisions that cannot all be refusals; tests shorten it. Raises
-        InvalidInput if it is below 1.
+        `probe_every` is the length of a run of decisions that cannot all be refusals; tests change it.
         """
-        if probe_every < 1:
-            raise InvalidInput(f"break_even: probe_every must be at least 1, got {probe_every}")
         config = config or BreakEvenConfig()
         self._always = {route for route in Route if config.mode == "always"}
         if config.writes == "always":

@@ -447,7 +447,7 @@ class DeviceTier:
         """Return the leading nodes on L2 that fit, and the next node if a part of it fits, with the part's size."""
         room = min(self._controller.load_room, self.allocator.free_pages)
         if room < match.host_hit_pages:
-            self._controller.refuse_load()
+            self._controller.refused["load"] += 1
         nodes: list[Node] = []
         for node in reversed(list(tree.span(match.node, match.host_hit_pages))):
             if self._may_load is not None and not self._may_load(node):

@@ -106,11 +106,7 @@ def opener_of_kept(
 def release_of(pool: HostPool) -> Callable[[], None]:
     """Return a function that removes the name of a pool of `open_host_pool`; it does nothing for memory that is
     kept."""
-    return pool.unlink if isinstance(pool, SharedHostPool) and not pool.keep else _nothing
-
-
-def _nothing() -> None:
-    return None
+    return pool.unlink if isinstance(pool, SharedHostPool) and not pool.keep else lambda: None
 
 
 @contextlib.contextmanager

@@ -580,7 +580,7 @@ class Prefetcher:
             (self._gate.succeeded if works else self._gate.failed)(Direction.READ)
 
     def _cancel(self, prefetch: Prefetch) -> None:
-        self._controller.cancel_prefetch(prefetch.current.operation)
+        prefetch.current.operation.cancelled = True
         self._close(prefetch)
         self._table.move(prefetch, State.CANCELLED)
 

@@ -165,9 +165,8 @@ class TieredCache:
             raise InvalidInput("integrity.verify, scrub_rate: not supported with several ranks; remove the entries")
         self.controller.host_codec = self._host_codec(self.weights_epoch)
         return LoadVerifier(
-            self._trees, self._l2, self._counters, self.controller,
-            scrub_rate=self.config.integrity.scrub_rate, clock=self.controller.clock,
-        )  # fmt: skip
+            self._trees, self._l2, self._counters, self.controller, self.config.integrity.scrub_rate
+        )
 
     @property
     def tree(self) -> RadixTree:
@@ -449,7 +448,10 @@ class TieredCache:
         self._unsaved_pages += self.count_unsaved()
         if self._publisher is not None:
             self._publisher.close(max(0.1, deadline - clock()))
-        self._end_log(ended, began_s)
+        if self._log is not None:
+            self._log.close()
+            took_s = clock() - began_s
+            log_end(took_s, self._unsaved_pages, everything_ended=ended, is_abandoned=self.is_abandoned)
         self._release_host()
         return ended
 
@@ -498,12 +500,6 @@ class TieredCache:
     def _save(self, node: Node) -> bool:
         """Start to store a run. Return False if that is not possible now."""
         return self.controller.has_store_room(self.tree.pages(node)) and self._l2.store(node)
-
-    def _end_log(self, ended: bool, began_s: float) -> None:
-        if self._log is not None:
-            self._log.close()
-            took_s = self.controller.clock() - began_s
-            log_end(took_s, self._unsaved_pages, everything_ended=ended, is_abandoned=self.is_abandoned)
 
     def __del__(self) -> None:
         if self.on_collected is not None:

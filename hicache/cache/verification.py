@@ -27,12 +27,11 @@ import queue
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..clock import SYSTEM_CLOCK, Clock
 from ..controller import HiCacheController
 from ..frame import Damage, FrameCodec
 from ..keys import RadixKey
 from ..radix import Match, Node, RadixTree
-from ..supervised import Beat, SupervisedPool, WorkerFactory
+from ..supervised import Beat, SupervisedPool
 from .host_tier import HostTier
 from .statistics import CacheCounters
 from .trees import Trees
@@ -83,16 +82,13 @@ class LoadVerifier:
         host: HostTier,
         counters: CacheCounters,
         controller: HiCacheController,
-        *,
-        scrub_rate: int | None = None,
-        workers: WorkerFactory = SupervisedPool,
-        clock: Clock = SYSTEM_CLOCK,
+        scrub_rate: int | None,
     ) -> None:
         self._trees = trees
         self._host = host
         self._counters = counters
         self._controller = controller
-        self._clock = clock
+        self._clock = clock = controller.clock
         self._scrub_rate = scrub_rate
         self._round: tuple[RadixTree, Iterator[Node]] | None = None  # the scrub's position
         self._scrub_at = -math.inf
@@ -100,7 +96,7 @@ class LoadVerifier:
         self._requests: dict[str, _Request] = {}
         self._running: dict[Proof, None] = {}
         self._finished: queue.SimpleQueue[Proof] = queue.SimpleQueue()
-        self._worker: SupervisedPool[Proof] = workers(
+        self._worker: SupervisedPool[Proof] = SupervisedPool(
             "verify", 1, handle=self._prove, acknowledge=self._finished.put, patience_s=_PATIENCE_S, clock=clock
         )
 

@@ -26,7 +26,7 @@ from __future__ import annotations
 import enum
 import itertools
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -73,12 +73,6 @@ class Progress:
     rates: tuple[int, ...] = ()
     prefetches: Sequence[PrefetchProgress] = ()
     stores: Sequence[tuple[Store, StoreProgress]] = ()
-
-
-def prefetch_progress(prefetches: Iterable[Lookup | Read]) -> list[PrefetchProgress]:
-    """Return the state of each prefetch on this rank. Reads `ended` before the pages, because the pages of an ended
-    prefetch do not change."""
-    return [PrefetchProgress(one, one.ended, one.pages_here) for one in prefetches]
 
 
 def store_progress(store: Store, *, elsewhere: bool) -> StoreProgress:

@@ -18,8 +18,8 @@ With ranks (see `agreement`), `poll` acknowledges operations that have ended on 
 ranks decide identically. Time, measurements and readiness of storage are also agreed on, and latched once per step.
 `gate` decides whether storage may be used; callers check it before they submit a lookup or a store.
 
-Longer than 500 lines because it is one thing: all queues have the same rules for bounds, acks and agreement, and `poll`
-and `report` handle all of them. A class for each direction would forward every call.
+All queues are in one class because they have the same rules for bounds, acks and agreement: a class for each direction
+would forward every call.
 
 Locking design: the scheduler thread makes every call of this class, except for `read_apart` (see `StorageExecutor`),
 and owns its counters, so no lock is needed. Workers return finished operations through one queue (`storage`). The
@@ -50,9 +50,9 @@ from .agreement import (
     COUNTERS,
     STORE_PLACES,
     Agreement,
+    PrefetchProgress,
     Progress,
     StoreProgress,
-    prefetch_progress,
     store_progress,
 )
 from .operations import Acks, Backup, Copy, Fences, Launch, Load, Lookup, Read, Store, leading_done
@@ -199,10 +199,6 @@ class HiCacheController:
         """True if a load is queued or in flight."""
         return self._load_pages > 0
 
-    def refuse_load(self) -> None:
-        """Count a load that was not submitted for lack of room."""
-        self.refused["load"] += 1
-
     def launch_loads(self) -> Transfer | None:
         """Start all queued loads as one copy. Return the transfer that the forward waits for, layer by layer: all loads
         in flight, because pages of a previous load, even of a failed one, may be allocated again. None without loads.
@@ -269,10 +265,6 @@ class HiCacheController:
         self.read_pages += len(pages)
         self._storage.submit(read)
         return read
-
-    def cancel_prefetch(self, operation: Lookup | Read) -> None:
-        """Stop a lookup or read at its next batch. It is still acknowledged."""
-        operation.cancelled = True
 
     def takes_store(self, pages: int) -> bool:
         """Return True if the backup queue has room for `pages` more; a rejection is counted. REQUIRES: the gate is open
@@ -372,7 +364,8 @@ class HiCacheController:
             writes_done=backups,
             loads_done=loads,
             rates=rates,
-            prefetches=prefetch_progress(self._prefetches),
+            # `ended` before the pages, because the pages of an ended prefetch do not change.
+            prefetches=[PrefetchProgress(one, one.ended, one.pages_here) for one in self._prefetches],
             stores=[
                 (store, store_progress(store, elsewhere=not self.stores_pages))
                 for store in islice(self._stores, STORE_PLACES)

@@ -98,7 +98,7 @@ class _Prefetch(_StorageOperation):
     deadline: float  # monotonic; no batch starts after it
     call_s: float = math.inf  # a limit of each call of the store, below that of the configuration
     context: tracing.Context | None = None  # the parent of its span
-    cancelled: bool = False  # scheduler; the worker stops at the next batch
+    cancelled: bool = False  # scheduler; the worker stops at the next batch, and it is still acknowledged
     called_s: float = math.inf  # worker: when its call of the store began, infinite while none is in flight
     pages: int = 0  # scheduler: number of pages present on all ranks; never decreases
 

@@ -27,7 +27,7 @@ from hicache.cache.break_even import (
 )
 from hicache.config import BreakEvenConfig
 from hicache.config.guard import InjectConfig
-from hicache.errors import InvalidInput, InvariantError
+from hicache.errors import InvariantError
 from tests.cache.world import GEOMETRY, World, codec, memory_backend, prompt
 from tests.seeds import rng, seeds
 
@@ -382,14 +382,6 @@ def test_without_probes_a_store_that_becomes_fast_is_not_used_again() -> None:
     break_even = measured(probe_every=1 << 30)
     requests = requests_until_used_again(break_even, SLOW, FAST, lambda: 64 * MIB)
     assert set(itertools.islice(requests, 100 * PROBE_EVERY)) == {Decision.TOO_SLOW}
-
-
-# Configuration
-
-
-def test_an_invalid_length_of_a_run_of_refusals_is_rejected() -> None:
-    with pytest.raises(InvalidInput, match="probe_every"):
-        BreakEven(probe_every=0)
 
 
 # A whole cache: the test reports the times of prefills; the times of copies and reads are real
