@@ -303,7 +303,7 @@ class StorageExecutor:
             finally:
                 self._reading.end(read, self._clock(), len(keys))
             read.called_s = math.inf
-            _require_outcomes(outcomes, GetOutcome, len(keys))
+            require_answers(outcomes, GetOutcome, len(keys))
             hits = 0
             # A hit counts only if the frame contains the page: the backend may not have filled it.
             while hits < len(keys) and outcomes[hits] is GetOutcome.HIT:
@@ -403,7 +403,7 @@ class StorageExecutor:
                 if self._clock() >= deadline:
                     return False
                 outcomes = storage.backend.batch_set(keys, frames, parent=parent, deadline=deadline)
-            _require_outcomes(outcomes, SetOutcome, len(keys))
+            require_answers(outcomes, SetOutcome, len(keys))
             store.stored_pages += outcomes.count(SetOutcome.STORED)
             if not all(outcome.is_stored for outcome in outcomes):
                 return False
@@ -437,7 +437,7 @@ def _any_damage(store: Store, start: int, keys: Sequence[bytes], frames: Sequenc
     return False
 
 
-def _require_outcomes(outcomes: object, kind: type[GetOutcome] | type[SetOutcome], count: int) -> None:
-    """Raise BackendError if a backend's answer is not one outcome of `kind` per page."""
-    if not isinstance(outcomes, list) or len(outcomes) != count or not all(type(o) is kind for o in outcomes):
+def require_answers(answers: object, kind: type, count: int) -> None:
+    """Raise BackendError if a backend's answer is not one value of `kind` per page."""
+    if not isinstance(answers, list) or len(answers) != count or not all(type(one) is kind for one in answers):
         raise BackendError(f"the backend did not answer with {count} {kind.__name__} values")

@@ -26,6 +26,7 @@ from ...backends.storage import Storage
 from ...clock import SYSTEM_CLOCK, Clock
 from ...config import HiCacheConfig
 from ...controller.gate import OpenStore
+from ...controller.storage import require_answers
 from ...errors import BackendError
 from ...frame import PageBuffer
 from ...keys import Namespace
@@ -293,7 +294,7 @@ class ChunkTier:
             beat()
             keys = [self._key_of(batch.questions[position][0]) for position in part]
             found = call.store.backend.batch_has(keys, deadline=batch.deadline_s)
-            _require_answers(found, bool, len(keys))
+            require_answers(found, bool, len(keys))
             batch.answers += found
 
     def _read(self, job: Job, beat: _Beat) -> None:
@@ -304,7 +305,7 @@ class ChunkTier:
             began_s = self._clock()
             outcomes = backend.batch_get(keys, pages, deadline=self._deadline_s(job))
             job.seconds += self._clock() - began_s
-            _require_answers(outcomes, GetOutcome, len(keys))
+            require_answers(outcomes, GetOutcome, len(keys))
             with job.lock:
                 if not job.belongs():
                     return
@@ -335,7 +336,7 @@ class ChunkTier:
             began_s = self._clock()
             outcomes = backend.batch_set(keys, pages, parent=None, deadline=self._deadline_s(job))
             job.seconds += self._clock() - began_s
-            _require_answers(outcomes, SetOutcome, len(keys))
+            require_answers(outcomes, SetOutcome, len(keys))
             with job.lock:
                 if not job.belongs():
                     return
@@ -366,9 +367,3 @@ class ChunkTier:
 
 def _fail(job: Job) -> None:
     job.failed = True
-
-
-def _require_answers(answers: object, kind: type, count: int) -> None:
-    """Raise BackendError if a backend's result is not one value of `kind` per page."""
-    if not isinstance(answers, list) or len(answers) != count or not all(type(one) is kind for one in answers):
-        raise BackendError(f"the backend did not return {count} {kind.__name__} values")
