@@ -13,6 +13,7 @@ import torch
 
 from .. import tracing
 from ..arguments import instance, whole
+from ..backends.kept import open_kept
 from ..backends.opening import StorageOpener
 from ..backends.registry import BackendSpec
 from ..backends.storage import Storage
@@ -44,7 +45,7 @@ from .break_even import BreakEven, Rates
 from .chunk_cache import ChunkCache
 from .engine_cache import EngineCache
 from .host_cache import HostCache
-from .host_pool import adopt_frames, host_codecs, open_host_pool, opener_of_kept, release_of, released_on_failure
+from .host_pool import adopt_frames, host_codecs, open_host_pool, release_of, released_on_failure
 from .interface import TreeCache
 from .radix_cache import HiRadixCache
 from .session_cache import SessionCache
@@ -247,7 +248,8 @@ def _start(  # noqa: PLR0913, PLR0917 - the differences between the two kinds of
         if ranks is not None:
             raise ConfigError("host.shared.keep: not supported with several ranks; remove the entry")
         options["kept"] = kept = adopt_frames(host, codecs(epoch))
-        opener = opener_of_kept(kept, codecs, opener, clock)
+        store_of = opener  # behind the kept frames, if there is a store
+        opener = lambda epoch: open_kept(codecs(epoch), kept, store_of and store_of(epoch), clock)  # noqa: E731
     options["open_storage"] = opener
     backend = _open_now_or_later(config, opener, epoch, ranks)
     if backend is not None:

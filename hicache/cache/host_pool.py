@@ -10,9 +10,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from ..backends.kept import KeptFrames, open_kept
+from ..backends.kept import KeptFrames
 from ..backends.remote import create_memory
-from ..backends.storage import Storage
 from ..clock import SYSTEM_CLOCK, Clock
 from ..config import HiCacheConfig
 from ..config.remote_storage import RemoteStorageOptions
@@ -89,18 +88,6 @@ def adopt_frames(pool: HostPool, codec: FrameCodec) -> KeptFrames:
     if kept.held:
         logger.info("L2 memory of a previous process is reused: %d of %d pages can be hits", kept.held, pool.pages)
     return kept
-
-
-def opener_of_kept(
-    kept: KeptFrames, codecs: Callable[[int], FrameCodec], opener: Callable[[int], Storage] | None, clock: Clock
-) -> Callable[[int], Storage]:
-    """Return a function that opens the store of a weights epoch with `kept` in front, or only `kept` without a
-    store."""
-
-    def make(epoch: int) -> Storage:
-        return open_kept(codecs(epoch), kept, None if opener is None else opener(epoch), clock)
-
-    return make
 
 
 def release_of(pool: HostPool) -> Callable[[], None]:
