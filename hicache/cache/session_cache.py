@@ -73,16 +73,12 @@ class _Session:
 
 
 class SessionCache(HiRadixCache):
-    """See the module's docstring. Its options are the section `sessions` of the controller's configuration.
-
-    `clock` returns monotonic seconds, by default those that ranks agree on.
-    """
+    """See the module's docstring. Its options are the section `sessions` of the controller's configuration."""
 
     def __init__(
         self, device: KVPool, host: HostPool, controller: HiCacheController, **options: Unpack[TieredOptions]
     ) -> None:
         super().__init__(device, host, controller, **options)
-        self.clock = controller.time_s
         self._sessions: OrderedDict[str, _Session] = OrderedDict()  # least recently used first
         self._turns: dict[str, _Session] = {}  # by request id
         self._expiry_s = math.inf  # the earliest expiry of a session
@@ -335,13 +331,13 @@ class SessionCache(HiRadixCache):
         del self._sessions[session.session_id]
 
     def _touch(self, session: _Session) -> None:
-        session.used_s = self.clock()
+        session.used_s = self.controller.time_s()
         self._sessions.move_to_end(session.session_id)
         self._expiry_s = min(self._expiry_s, session.used_s + session.ttl_s)
 
     def _expire(self) -> None:
         """Close the expired sessions. Visits them only if one may have expired."""
-        now_s = self.clock()
+        now_s = self.controller.time_s()
         if now_s < self._expiry_s:
             return
         for session in list(self._sessions.values()):
