@@ -62,20 +62,6 @@ def stores_of(storage: AnyStorage | None) -> str:
     return f"{storage.type} {format_size(limit)}" if isinstance(limit, int) else storage.type
 
 
-def log_start(config: HiCacheConfig, namespace: Namespace, state: CacheStatistics) -> None:
-    """Log the tiers with their sizes, the storage and the namespace."""
-    tiers = [
-        f"{name} {tier.capacity_pages:,} pages ({format_size(tier.capacity_pages * tier.page_bytes)})"
-        for name, tier in (("L1", state.device), ("L2", state.host))
-        if tier.capacity_pages
-    ]
-    logger.info(
-        "cache started: %s of %d tokens, storage %s, %s; namespace %s, %r, weights epoch %d", ", ".join(tiers),
-        config.page_size, stores_of(config.storage), config.write_policy, namespace.digest.hex()[:8],
-        namespace.name, state.weights_epoch,
-    )  # fmt: skip
-
-
 def log_end(took_s: float, unsaved_pages: int, *, everything_ended: bool, is_abandoned: bool) -> None:
     """Log that a cache was closed; `is_abandoned`: not by its engine."""
     if is_abandoned:
@@ -163,8 +149,17 @@ class CacheLog:
     def __init__(
         self, config: HiCacheConfig, namespace: Namespace, statistics: Callable[[], CacheStatistics], clock: Clock
     ) -> None:
-        self._state = statistics()
-        log_start(config, namespace, self._state)
+        self._state = state = statistics()
+        tiers = [
+            f"{name} {tier.capacity_pages:,} pages ({format_size(tier.capacity_pages * tier.page_bytes)})"
+            for name, tier in (("L1", state.device), ("L2", state.host))
+            if tier.capacity_pages
+        ]
+        logger.info(
+            "cache started: %s of %d tokens, storage %s, %s; namespace %s, %r, weights epoch %d", ", ".join(tiers),
+            config.page_size, stores_of(config.storage), config.write_policy, namespace.digest.hex()[:8],
+            namespace.name, state.weights_epoch,
+        )  # fmt: skip
         self._statistics = weakref.WeakMethod(statistics)
         self._drops = DropLog(lambda: dropped(self._state), look=self._look, clock=clock)
 
