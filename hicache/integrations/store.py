@@ -158,11 +158,10 @@ class EngineStorage:
         *,
         processes: int = 1,
         deadline_s_max: float = math.inf,
-        environ: Mapping[str, str] | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._config = config
-        self._opener = StorageOpener(config, environ, clock=clock)
+        self._opener = StorageOpener(config, clock=clock)
         if self._opener.spec is None:
             raise ConfigError("storage: is not configured; add the section `storage` with the type of the store")
         self._clock = clock
