@@ -32,7 +32,7 @@ from ..arguments import instance, number, whole
 from ..controller import HiCacheController
 from ..errors import InvalidInput, InvariantError
 from ..events import PageBlocks
-from ..keys import RadixKey
+from ..keys import RadixKey, common_pages
 from ..radix import Match, Node, RadixTree
 from ..tiers import HostPool, PageAllocator
 from ..types import NO_PAGES, PageIds
@@ -383,17 +383,10 @@ class HostCache(TieredCache):
         while reached < pages:
             reached = pages
             for write in self._writes:
-                if write._tree is self.tree and write.start_page <= pages < write._end_page:
-                    pages = max(pages, self._common_pages(key, write._key, pages))
+                is_near = write._tree is self.tree and write.start_page <= pages < write._end_page
+                if is_near and self._same_page(key, write._key, pages):
+                    pages = max(pages, common_pages(write._key.tokens, key.tokens, 0, self.tree.page_bytes))
         return pages
-
-    def _common_pages(self, key: RadixKey, other: RadixKey, pages: int) -> int:
-        """Return how many leading pages two keys have in common; 0 at once if they differ in the page after `pages`."""
-        if not self._same_page(key, other, pages):
-            return 0
-        size = min(len(key.tokens), len(other.tokens))
-        same = np.frombuffer(key.tokens, np.uint8, size) == np.frombuffer(other.tokens, np.uint8, size)
-        return (size if same.all() else int(same.argmin())) // self.tree.page_bytes
 
     def _same_page(self, key: RadixKey, other: RadixKey, page: int) -> bool:
         part = slice(page * self.tree.page_bytes, (page + 1) * self.tree.page_bytes)
