@@ -177,7 +177,6 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "waiting for the copies": "Restart the engine.",
         "the streams": "While an engine closes; the end of the process releases them.",
         "host memory could": "While a pool closes; the end of the process unpins it.",
-        "engine: the work": "*Bug* of the reference engine: a request failed.",
         "event publisher": "*Bug*; once per class of exception.",
     },
     "Administration": {
