@@ -37,7 +37,7 @@ import botocore.session
 
 from hicache.backends.prefix import stored_prefix
 from hicache.backends.s3 import S3Driver
-from hicache.backends.s3.objects import object_name
+from hicache.backends.s3.driver import object_name
 from hicache.backends.store import UNGUARDED, Store
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.frame import HEADER_BYTES, FrameCodec, unseal

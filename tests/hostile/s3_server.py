@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 
 from hicache.backends.base import StoredPage
 from hicache.backends.s3 import S3Driver
-from hicache.backends.s3.objects import object_name
+from hicache.backends.s3.driver import object_name
 from hicache.backends.stored import StoredPages
 from hicache.backends.testing import HIT, NAMESPACE, full_frames, make_keys, store_of
 from hicache.errors import BackendUnavailable

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from hicache.backends.s3 import S3Driver
-from hicache.backends.s3.objects import object_name
+from hicache.backends.s3.driver import object_name
 from hicache.backends.store import Store
 from hicache.backends.testing import HIT, NAMESPACE, PAYLOAD_BYTES, STORED, Subject, load, store_chain, store_of
 from hicache.config.s3_storage import S3StorageOptions

@@ -9,7 +9,7 @@ import pytest
 
 from hicache.backends.base import StoredPage, Usage
 from hicache.backends.s3 import S3Driver
-from hicache.backends.s3.objects import object_name, parse_name
+from hicache.backends.s3.driver import object_name, parse_name
 from hicache.backends.stored import StoredPages
 from hicache.backends.testing import (
     NAMESPACE,

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from hicache.backends.errors import ErrorKind, StoreError
 from hicache.backends.prefix import EXACT_KEYS_MAX, stored_prefix
-from hicache.backends.s3.objects import object_name
+from hicache.backends.s3.driver import object_name
 from hicache.backends.s3.throttle import Throttle
 from hicache.backends.testing import GET_ERROR, HIT, Subject, load, make_keys, soon, store_chain
 from hicache.clock import ManualClock
