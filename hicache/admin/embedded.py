@@ -72,16 +72,11 @@ class EmbeddedCache:
         self._namespace = namespace.labelled(config.model_label)
         self._environ = dict(os.environ if environ is None else environ)
         self.clock = cache.controller.clock
-        self._stores = ConfiguredStores(config, self._environ)
+        self.stores = ConfiguredStores(config, self._environ)
         self._instance = secrets.token_hex(8)
         self._started_s = self.clock()
         self._lock = threading.Lock()
         self._pins: dict[str, tuple[Pin, int]] = {}
-
-    @property
-    def stores(self) -> ConfiguredStores:
-        """See AdminTarget."""
-        return self._stores
 
     @property
     def _digest(self) -> str:

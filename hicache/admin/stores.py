@@ -62,50 +62,45 @@ class ConfiguredStores:
     def scrub(self, store: str | None, rate_bytes_per_s: int | None, remove: bool) -> Steps:
         """Verify every page; yield the progress after each. `remove` removes damaged pages."""
         before = Progress()
-        for name, stored, closing in self._opened(store):
+        for name, stored in self._opened(store):
             if stored is None:
                 before = before.model_copy(update={"skipped": [*before.skipped, name]})
                 yield before
                 continue
-            with closing:
-                for step in verify_stored(stored, keys=self._keys, rate_bytes_per_s=rate_bytes_per_s, remove=remove):
-                    findings = before.findings
-                    if step.findings:
-                        findings = [*findings, *(_damaged(name, found) for found in step.findings[:FINDINGS_MAX])]
-                    last = Progress(
-                        store=name, pages=step.pages, total=step.pages_total, bytes=before.bytes + step.bytes,
-                        damaged=dict(Counter(before.damaged) + step.damaged),
-                        unsupported=before.unsupported + sum(step.unsupported.values()),
-                        unverifiable=before.unverifiable + step.unverifiable,
-                        removed=before.removed + step.removed, spared=before.spared + step.spared,
-                        skipped=before.skipped,
-                        findings=findings[:FINDINGS_MAX],
-                    )  # fmt: skip
-                    yield last
+            for step in verify_stored(stored, keys=self._keys, rate_bytes_per_s=rate_bytes_per_s, remove=remove):
+                findings = before.findings
+                if step.findings:
+                    findings = [*findings, *(_damaged(name, found) for found in step.findings[:FINDINGS_MAX])]
+                last = Progress(
+                    store=name, pages=step.pages, total=step.pages_total, bytes=before.bytes + step.bytes,
+                    damaged=dict(Counter(before.damaged) + step.damaged),
+                    unsupported=before.unsupported + sum(step.unsupported.values()),
+                    unverifiable=before.unverifiable + step.unverifiable,
+                    removed=before.removed + step.removed, spared=before.spared + step.spared,
+                    skipped=before.skipped,
+                    findings=findings[:FINDINGS_MAX],
+                )  # fmt: skip
+                yield last
             before = last
 
     def clear(self, store: str | None, namespace: str) -> Steps:
         """Remove the pages of namespaces that begin with `namespace`; yield the progress after each page."""
         before = Progress()
-        for name, stored, closing in self._opened(store):
+        for name, stored in self._opened(store):
             if stored is None:
                 continue  # its backend is used, see `LiveStore`
-            with closing:
-                for step in purge_stored(stored, namespace=namespace):
-                    last = Progress(
-                        store=name, pages=step.seen, bytes=before.bytes + step.bytes,
-                        removed=before.removed + step.pages,
-                    )  # fmt: skip
-                    yield last
+            for step in purge_stored(stored, namespace=namespace):
+                last = Progress(
+                    store=name, pages=step.seen, bytes=before.bytes + step.bytes, removed=before.removed + step.pages
+                )
+                yield last
             before = last
 
     def matching(self, store: str | None, prefix: str, namespace: str) -> Iterator[tuple[str, bytes, bytes] | None]:
         """Yield (store, namespace, key) of stored pages whose keys begin with `prefix`, None for each other page."""
-        for name, stored, closing in self._opened(store):
-            if stored is not None:
-                with closing:
-                    for page in stored.pages(namespace):
-                        yield (name, page.namespace, page.key) if page.key.hex().startswith(prefix) else None
+        for name, stored in self._opened(store):
+            for page in () if stored is None else stored.pages(namespace):
+                yield (name, page.namespace, page.key) if page.key.hex().startswith(prefix) else None
 
     def hottest(
         self, namespaces: Sequence[str], top_bytes: int
@@ -113,25 +108,23 @@ class ConfiguredStores:
         """Yield (store, namespace, keys) of the hottest chains of all stores in turn, see `HottestChains`; the name of
         a store that cannot be listed; None for each other step."""
         chains = HottestChains(top_bytes)
-        for name, stored, closing in self._opened(None):
+        for name, stored in self._opened(None):
             if stored is None:
                 yield name
                 continue
-            with closing:
-                for found in chains.of(stored, [bytes.fromhex(namespace) for namespace in namespaces]):
-                    yield None if found is None else (name, found[0].hex(), found[1])
+            for found in chains.of(stored, [bytes.fromhex(namespace) for namespace in namespaces]):
+                yield None if found is None else (name, found[0].hex(), found[1])
 
-    def _opened(
-        self, store: str | None
-    ) -> Iterator[tuple[str, StoredPages | None, contextlib.AbstractContextManager[object]]]:
-        """Yield the chosen stores, opened; None for one in memory."""
+    def _opened(self, store: str | None) -> Iterator[tuple[str, StoredPages | None]]:
+        """Yield the chosen stores, each open until the next one; None for one in memory."""
         for name, spec in self.require(store).items():
             try:
                 stored = open_stored(spec)
             except ConfigError:
-                yield name, None, contextlib.nullcontext()
+                yield name, None
             else:
-                yield name, stored, contextlib.closing(stored)
+                with contextlib.closing(stored):
+                    yield name, stored
 
 
 def _damaged(store: str, found: Finding) -> DamagedPage:

@@ -37,7 +37,7 @@ from ..background import BackgroundTask
 from ..errors import AdminError
 from .namespace import Namespace
 from .node import Node
-from .statistics import NamespaceStatistics, NodeStatistics
+from .statistics import NamespaceStatistics
 
 PINS_MAX = 4096
 QUOTAS_MAX = 4096
@@ -60,15 +60,10 @@ class NodeAdmin:
     def __init__(self, node: Node) -> None:
         self._node = node
         self.clock = node.clock
-        self._stores = ConfiguredStores(node.config, node.environ)
+        self.stores = ConfiguredStores(node.config, node.environ)
         self._lock = threading.Lock()
         self._pins: dict[str, _Pin] = {}
         self._expiry = BackgroundTask("unpin", self._expire, clock=self.clock)
-
-    @property
-    def stores(self) -> ConfiguredStores:
-        """See AdminTarget."""
-        return self._stores
 
     def close(self, timeout_s: float) -> None:
         """End the thread; blocks."""
@@ -87,10 +82,15 @@ class NodeAdmin:
     def status(self) -> Status:
         """See AdminTarget."""
         found = self._node.statistics()
+        pool = found.pool
         stores = [store_status(one.namespace, leaf) for one in found.namespaces for leaf in one.stores]
         return Status(
             kind="daemon", version=__version__, instance=found.instance, state=state_of(found.state.value, stores),
-            uptime_s=found.uptime_s, attached=self._node.storage.is_attached, tiers=_tiers(found),
+            uptime_s=found.uptime_s, attached=self._node.storage.is_attached,
+            tiers=[TierStatus(
+                name="pool", capacity_bytes=pool.capacity_bytes, used_bytes=pool.used_bytes,
+                pinned_bytes=pool.pinned_bytes, pages=pool.pages,
+            )],
             namespaces=[_namespace_status(one) for one in found.namespaces],
             stores=stores,
             clients=[
@@ -112,9 +112,7 @@ class NodeAdmin:
         keys = [bytes.fromhex(one) for one in request.keys]
         pool, places = self._node.pool, Places()
         for namespace in self._matching(request.namespace):
-            wanted = keys
-            if request.prefix is not None:
-                wanted = [key for key in pool.keys(namespace.space) if key.hex().startswith(request.prefix)]
+            wanted = keys if request.prefix is None else pool.keys(namespace.space, request.prefix)
             for key, is_there in zip(wanted, pool.has(namespace.space, wanted), strict=True):
                 if is_there and (keys or len(places) < MATCHES_MAX):
                     places[namespace.digest, key] = ["pool"]
@@ -135,11 +133,7 @@ class NodeAdmin:
 
     def clear_memory(self, namespace: str) -> int:
         """See AdminTarget. Also removes pinned pages."""
-        removed = 0
-        for one in self._matching(namespace):
-            with self._node.pool.deleting(one.space, None) as there:
-                removed += len(there)
-        return removed
+        return sum(self._node.pool.clear(one.space) for one in self._matching(namespace))
 
     def stores_cleared(self, namespace: str) -> None:
         """See AdminTarget. Does nothing: a daemon does not cache the content of its stores."""
@@ -258,14 +252,6 @@ class NodeAdmin:
         if quota_bytes is not None and digest not in self._node.quotas and len(self._node.quotas) >= QUOTAS_MAX:
             raise AdminError("too_many", f"the limit of {QUOTAS_MAX} quotas is reached; remove some")
         self._node.set_quota(digest, quota_bytes)
-
-
-def _tiers(found: NodeStatistics) -> list[TierStatus]:
-    pool = found.pool
-    return [TierStatus(
-        name="pool", capacity_bytes=pool.capacity_bytes, used_bytes=pool.used_bytes, pinned_bytes=pool.pinned_bytes,
-        pages=pool.pages,
-    )]  # fmt: skip
 
 
 def _namespace_status(one: NamespaceStatistics) -> NamespaceStatus:

@@ -270,7 +270,7 @@ class PagePool:
         with self._lock:
             return [key in space.pages for key in keys]
 
-    def keys(self, space: PoolSpace, prefix: str = "") -> list[bytes]:
+    def keys(self, space: PoolSpace, prefix: str) -> list[bytes]:
         """Return the pages of a namespace whose keys begin with these hexadecimal digits, the next victim first."""
         with self._lock:
             keys = list(space.order.keys())
