@@ -1,13 +1,18 @@
-"""Short requests about many pages: one send and one wait per server for up to 8,192 keys.
+"""Requests about many names: grouped by server, and made again where a server redirects them or a connection was dead.
 
-Locking design: a `KeyPipeline` belongs to one call. It leases connections to several servers, in the order of their
-addresses, so that two calls cannot deadlock.
+`Requests` is that, for bodies (see `batches`) and for keys. `KeyRequests` sends short requests: one send and one wait
+per server for up to 8,192 keys.
+
+Locking design: an object of these classes belongs to one call. `_lane` runs on several threads, each with its own
+connection. They take positions from a deque, record outcomes as `pages` describes, append to lists and set flags; each
+of these is atomic in CPython. Positions that no lane took get their outcome after all lanes have ended.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,11 +20,17 @@ from ...clock import Clock
 from ...config.redis_storage import RedisStorageOptions
 from ...supervised import SupervisedPool
 from ..errors import ErrorKind, StoreError
-from .channel import Channel, Part, command
+from .channel import Channel, command
 from .errors import ErrorReply
-from .pool import Pool, Pools, Purpose
+from .pool import Pools, Purpose
 from .routing import Redirects, Router, Server
 
+# Requests are made again on another connection or server in three cases: after MOVED or ASK (once), after an oversized
+# body closed the connection, and after a pooled connection was found closed. A server that causes more such rounds
+# without progress is misbehaving.
+_VAIN_ROUNDS_MAX = 4
+# Errors that concern a single page. After any other error the call sends no more requests to that server.
+_OF_ONE_PAGE = frozenset({ErrorKind.WRONG_TYPE, ErrorKind.MOVED, ErrorKind.ASK, ErrorKind.NODE_DOWN})
 # A server that takes longer than half of the time of a call is down, unless that is shorter than this.
 _SHORT_S = 0.1
 # Keys in one send: limits what a server must buffer, and is larger than any batch of an engine.
@@ -27,7 +38,7 @@ _KEYS_PER_SEND = 8192
 ASKING = command(b"ASKING")
 # The line that a server sent about a page, or the kind of the error that prevented it.
 Answer: TypeAlias = bytes | str
-YES, NO = b":1", b":0"
+YES = b":1"
 
 # Removes a value only if it is still the one that was read: not a string, or a string of that length and first bytes.
 _REMOVE = b"""\
@@ -65,16 +76,142 @@ class RedisContext:
         return [head + key.hex().encode() for key in keys]
 
 
-@dataclass(frozen=True, slots=True)
-class _Sent:
-    server: Server
-    pool: Pool
-    channel: Channel
-    positions: list[int]
-    asking: bool
+class Group:
+    """The remaining positions of one server. After `stop` no more are requested; `failure` is the reason."""
+
+    def __init__(self, server: Server, positions: Iterable[int], asking: bool) -> None:
+        self.server = server
+        self.todo = deque(positions)
+        self.asking = asking
+        self.stop = False
+        self.failure: StoreError | None = None
 
 
-class KeyPipeline:
+class Requests(ABC):
+    """The requests of one call, one per name, over up to `width` connections per server, one for each `lane_length`
+    requests. Positions from `_end` on are not tried."""
+
+    def __init__(
+        self, context: RedisContext, names: Sequence[bytes], deadline: float, *, to_read: bool, purpose: Purpose,
+        width: int = 1, lane_length: int = 1,
+    ) -> None:  # fmt: skip
+        self._context = context
+        self._names = names
+        self._deadline = deadline
+        self._to_read = to_read
+        self._purpose = purpose
+        self._width, self._lane_length = width, lane_length
+        self._again: list[int] = []
+        self._redirects: Redirects = {}
+        self._redirected: set[int] = set()
+        self._end = len(names)
+
+    @abstractmethod
+    def _exchange(self, channel: Channel, group: Group, pending: deque[int], until: float) -> None:
+        """Take positions from `group.todo` until it is empty, send their requests and record the outcomes. `pending`
+        are the positions in flight. Raises StoreError."""
+
+    @abstractmethod
+    def _record(self, position: int, kind: str) -> None:
+        """Record the kind of error as the outcome of a position."""
+
+    def _until(self, groups: Sequence[Group]) -> float:
+        """Return the time until which the requests to each of `groups` may take."""
+        return self._deadline
+
+    def move(self, positions: Sequence[int]) -> None:
+        """Make the requests at `positions` and record their outcomes. Blocks. A failing store raises nothing."""
+        groups = self._grouped(positions)
+        left, vain = len(positions), 0
+        while groups and vain < _VAIN_ROUNDS_MAX:
+            self._run(groups)
+            for group in groups:
+                self._settle(group)
+            again, self._again = self._again, []
+            groups = self._grouped(sorted(again)) if again else []
+            groups += self._redirected_groups()
+            before, left = left, sum(len(group.todo) for group in groups)
+            vain += left >= before
+        for group in groups:
+            self._fail(group.todo, StoreError(ErrorKind.CONNECTION_LOST))
+
+    def _grouped(self, positions: Sequence[int]) -> list[Group]:
+        try:
+            by_server = self._context.router.by_server(
+                positions, self._names, to_read=self._to_read, deadline=self._deadline
+            )
+        except StoreError as failure:
+            self._fail(positions, failure)
+            return []
+        self._fail(by_server.pop(None, []), StoreError(ErrorKind.NODE_DOWN))
+        return [Group(server, found, False) for server, found in by_server.items() if server is not None]
+
+    def _redirected_groups(self) -> list[Group]:
+        followed, refused = self._context.router.follow(self._redirects, self._deadline)
+        self._redirects = {}
+        self._fail(refused, StoreError(ErrorKind.FOREIGN_ADDRESS))
+        return [Group(server, sorted(found), asking) for (server, asking), found in followed.items()]
+
+    def _run(self, groups: list[Group]) -> None:
+        until = self._until(groups)
+        # The first lane of each server comes first, so that a hanging server does not take all threads.
+        lanes = [
+            (group, lane == 0)
+            for lane in range(self._width)
+            for group in groups if lane * self._lane_length < len(group.todo)
+        ]  # fmt: skip
+        self._context.workers.run(len(lanes), lambda number: self._lane(*lanes[number], until))
+
+    def _settle(self, group: Group) -> None:
+        """Handle the positions that no lane has taken: request them again, or fail them if the group has failed."""
+        left = [position for position in group.todo if position < self._end]
+        if group.failure is None:
+            self._again += left
+        else:
+            self._fail(left, group.failure, group.server)
+
+    def _lane(self, group: Group, is_first: bool, until: float) -> None:
+        if group.failure is not None or not group.todo:
+            return
+        server, pending = group.server, deque[int]()
+        try:
+            pool = self._context.pools.of(server.address, self._purpose, read_only=server.read_only)
+            # Only the first lane waits for a connection if other calls use all of them: one lane is enough.
+            with pool.lease(until) if is_first else pool.lease_nowait(until) as channel:
+                if channel is None:
+                    return
+                try:
+                    self._exchange(channel, group, pending, until)
+                except StoreError as failure:
+                    if failure.kind != ErrorKind.CONNECTION_LOST or channel.answered:
+                        self._fail(pending, failure, server)
+                        raise
+                    # The connection died while it was idle: this does not count as a try.
+                    self._again += pending
+                    pool.close_idle()
+        except StoreError as failure:
+            group.failure = failure
+
+    def _refused(self, group: Group, position: int, error: ErrorReply) -> None:
+        failure = error.failure
+        kind = failure.kind
+        target = self._context.router.redirection(error, group.server)
+        if target is not None and position not in self._redirected:
+            self._redirected.add(position)
+            self._context.router.note(kind, group.server)
+            self._redirects.setdefault((target, kind == ErrorKind.ASK), []).append(position)
+            return
+        self._fail([position], failure, group.server)
+        if kind not in _OF_ONE_PAGE:
+            group.stop, group.failure = True, failure
+
+    def _fail(self, positions: Iterable[int], failure: StoreError, server: Server | None = None) -> None:
+        kind = self._context.router.note(failure.kind, server)
+        for position in positions:
+            self._record(position, kind)
+
+
+class KeyRequests(Requests):
     """Sends one request per key; each has a one-line reply."""
 
     def __init__(
@@ -86,122 +223,50 @@ class KeyPipeline:
         to_read: bool,
         deadline: float,
     ) -> None:
-        self._context = context
-        self._names = names
+        super().__init__(context, names, deadline, to_read=to_read, purpose=Purpose.KEYS)
         self._request = request
-        self._to_read = to_read
-        self._deadline = deadline
-        self._again: dict[Server, list[int]] = {}
-        self._redirects: Redirects = {}
         self._answers: list[Answer] = [ErrorKind.CONNECTION_LOST] * len(names)
 
     def ask(self) -> list[Answer]:
         """Send the requests for all names and return an answer for each. Blocks. A failing store raises nothing."""
         positions = range(len(self._names))
         for start in range(0, len(positions), _KEYS_PER_SEND):
-            self._ask(positions[start : start + _KEYS_PER_SEND])
+            some = positions[start : start + _KEYS_PER_SEND]
+            if self._context.clock() >= self._deadline:
+                self._fail(some, StoreError(ErrorKind.DEADLINE))
+            else:
+                self.move(some)
         return self._answers
 
-    def _ask(self, positions: Sequence[int]) -> None:
-        if self._context.clock() >= self._deadline:
-            self._fail(positions, StoreError(ErrorKind.DEADLINE), None)
-            return
-        try:
-            groups = self._context.router.by_server(
-                positions, self._names, to_read=self._to_read, deadline=self._deadline
-            )
-        except StoreError as failure:
-            self._fail(positions, failure, None)
-            return
-        self._round(groups, is_asking=False, is_last=False)
-        again, self._again = self._again, {}
-        followed, refused = self._context.router.follow(self._redirects, self._deadline)
-        self._redirects = {}
-        self._fail(refused, StoreError(ErrorKind.FOREIGN_ADDRESS), None)
-        asking: dict[Server, list[int]] = {}
-        for (server, is_asking), found in followed.items():
-            (asking if is_asking else again).setdefault(server, []).extend(found)
-        self._round(again, is_asking=False, is_last=True)
-        self._round(asking, is_asking=True, is_last=True)
-
-    def _round(self, groups: Mapping[Server, list[int]] | Mapping[Server | None, list[int]], *, is_asking: bool,
-               is_last: bool) -> None:
-        sent: list[_Sent] = []
-        with contextlib.ExitStack() as leases:
-            for server, positions in sorted(groups.items(), key=lambda group: str(group[0])):
-                if server is None:
-                    self._fail(positions, StoreError(ErrorKind.NODE_DOWN), None)
-                    continue
-                try:
-                    pool = self._context.pools.of(server.address, Purpose.KEYS, read_only=server.read_only)
-                    channel = leases.enter_context(pool.lease(self._share(groups)))
-                except StoreError as failure:
-                    self._fail(positions, failure, server)
-                    continue
-                self._send(_Sent(server, pool, channel, positions, is_asking), sent, is_last)
-            for job in sent:
-                self._receive(job, is_last, self._share(sent))
-
-    def _share(self, servers: Sized) -> float:
-        """Return the time until which one of `servers` may take, so that a hanging one leaves time for the others."""
+    def _until(self, groups: Sequence[Group]) -> float:
+        """See Requests. A server that hangs leaves time to ask the others for its pages."""
         now_s = self._context.clock()
-        return self._deadline if len(servers) == 1 else now_s + (self._deadline - now_s) / 2
+        return self._deadline if len(groups) == 1 else now_s + (self._deadline - now_s) / 2
 
-    def _send(self, job: _Sent, sent: list[_Sent], is_last: bool) -> None:
-        requests: list[Part] = [self._request(position) for position in job.positions]
-        replies = len(requests)
-        if job.asking:
+    def _exchange(self, channel: Channel, group: Group, pending: deque[int], until: float) -> None:
+        """See Requests. One send and one wait."""
+        pending.extend(group.todo)
+        group.todo.clear()
+        step, requests = 1 + group.asking, [self._request(position) for position in pending]
+        if group.asking:
             requests = [part for request in requests for part in (ASKING, request)]
-        try:
-            job.channel.send([b"".join(requests)], replies * (1 + job.asking), self._deadline)
-        except StoreError as failure:
-            self._lost(job, failure, is_last)
-        else:
-            sent.append(job)
-
-    def _receive(self, job: _Sent, is_last: bool, until: float) -> None:
-        step = 1 + job.asking
-        try:
-            lines = job.channel.read_lines(len(job.positions) * step, until)
-        except StoreError as failure:
-            self._lost(job, failure, is_last)
-            return
-        for position, line in zip(job.positions, lines[step - 1 :: step], strict=True):
+        channel.send([b"".join(requests)], len(requests), until)
+        lines = channel.read_lines(len(requests), until)
+        for position, line in zip(pending, lines[step - 1 :: step], strict=True):
             if line.startswith(b"-"):
-                self._refused(position, ErrorReply(line[1:]), job.server, is_last)
+                self._refused(group, position, ErrorReply(line[1:]))
             elif line.startswith(b":"):
                 self._answers[position] = line
             else:
-                self._fail([position], StoreError(ErrorKind.PROTOCOL), job.server)
+                self._fail([position], StoreError(ErrorKind.PROTOCOL), group.server)
 
-    def _lost(self, job: _Sent, failure: StoreError, is_last: bool) -> None:
-        """Handle a failed connection. If it died while idle, the requests are repeated; that does not count as a retry.
-        """
-        if failure.kind == ErrorKind.CONNECTION_LOST and not job.channel.answered and not is_last:
-            job.pool.close_idle()
-            self._again.setdefault(job.server, []).extend(job.positions)
-        else:
-            self._fail(job.positions, failure, job.server)
+    def _record(self, position: int, kind: str) -> None:
+        self._answers[position] = kind
 
-    def _refused(self, position: int, error: ErrorReply, server: Server, is_last: bool) -> None:
-        kind = error.kind
-        target = None if is_last else self._context.router.redirection(error, server)
-        if target is None:
-            self._fail([position], error.failure, server)
-            return
-        if kind is ErrorKind.MOVED:
-            self._context.router.note(kind, server)
-        self._redirects.setdefault((target, kind is ErrorKind.ASK), []).append(position)
-
-    def _fail(self, positions: Sequence[int], failure: StoreError, server: Server | None) -> None:
-        if not positions:
-            return
-        kind = failure.kind
-        if kind == ErrorKind.DEADLINE and self._deadline - self._context.clock() > _SHORT_S:
-            kind = ErrorKind.TIMEOUT  # of this server's share of the time
-        kind = self._context.router.note(kind, server)
-        for position in positions:
-            self._answers[position] = kind
+    def _fail(self, positions: Iterable[int], failure: StoreError, server: Server | None = None) -> None:
+        if failure.kind == ErrorKind.DEADLINE and self._deadline - self._context.clock() > _SHORT_S:
+            failure = StoreError(ErrorKind.TIMEOUT)  # of this server's share of the time
+        super()._fail(positions, failure, server)
 
 
 def exists(
@@ -213,12 +278,12 @@ def exists(
         request = _template(b"TOUCH" if refresh else b"EXISTS", names)
     else:
         request = _template(b"PEXPIRE", names, b"%d" % round(ttl_s * 1000))
-    return KeyPipeline(context, names, request, to_read=to_read, deadline=deadline).ask()
+    return KeyRequests(context, names, request, to_read=to_read, deadline=deadline).ask()
 
 
 def unlink(context: RedisContext, names: Sequence[bytes], deadline: float) -> list[Answer]:
     """Remove the values of `names`. Return YES for each that was stored."""
-    return KeyPipeline(context, names, _template(b"UNLINK", names), to_read=False, deadline=deadline).ask()
+    return KeyRequests(context, names, _template(b"UNLINK", names), to_read=False, deadline=deadline).ask()
 
 
 def unlink_same(
@@ -230,7 +295,7 @@ def unlink_same(
         value = found[position]
         return command(b"EVAL", _REMOVE, b"1", names[position], b"%d" % value.length, value.head)
 
-    return KeyPipeline(context, names, request, to_read=False, deadline=deadline).ask()
+    return KeyRequests(context, names, request, to_read=False, deadline=deadline).ask()
 
 
 def flags(answers: Iterable[Answer]) -> list[bool | str]:
