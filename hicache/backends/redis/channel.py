@@ -22,8 +22,6 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from redis.exceptions import ResponseError
-
 from ...clock import SYSTEM_CLOCK, Clock
 from ...frame import TagStream, first_bytes, without_first
 from ..errors import ErrorKind, StoreError
@@ -68,14 +66,6 @@ class Oversize(Exception):
     def __init__(self, length: int) -> None:
         super().__init__(length)
         self.length = length
-
-
-class Rejected(ResponseError):
-    """An error reply, in the form that redis-py raises. It has no text: a server may repeat the password in it."""
-
-    def __init__(self, reply: ErrorReply) -> None:
-        super().__init__()
-        self.reply = reply
 
 
 class Channel:
@@ -131,12 +121,11 @@ class Channel:
         """Called when redis-py closes the connection, which never opens again."""
         self._broken = True
 
-    def read_response(self, disable_decoding: bool = False, timeout: object = None) -> Reply | Rejected:
+    def read_response(self, disable_decoding: bool = False, timeout: object = None) -> Reply:
         """Return the reply to a command that redis-py has sent: never decoded, and read within this channel's limits.
         """
         self._owed += 1
-        reply = self.read_reply(self._deadline)
-        return Rejected(reply) if isinstance(reply, ErrorReply) else reply
+        return self.read_reply(self._deadline)
 
     @property
     def reusable(self) -> bool:

@@ -14,8 +14,10 @@ Locking design: `_dials` limits those threads and decides whether a connection g
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from redis.connection import Connection, UnixDomainSocketConnection
@@ -27,9 +29,9 @@ from ...config.addresses import Address
 from ...supervised import NoThread, SupervisedPool
 from ..errors import ErrorKind, StoreError
 from ..rotated import Rotated
-from .channel import Channel, Rejected, Reply, command
+from .channel import Channel, Reply, command
 from .errors import ErrorReply, failure_of
-from .options import Access, Endpoint, Mode, UnixSocket, named_address
+from .options import Access, Endpoint, Mode, named_address
 
 # Concurrent connection attempts of one backend, including hanging ones.
 _ATTEMPTS_MAX = 32
@@ -158,8 +160,8 @@ def _open(
     channel = Channel(timeout_s, by, None if access.tls is None else access.tls.get(), clock)
     kind: Any
     place: dict[str, object]
-    if isinstance(endpoint, UnixSocket):
-        kind, place = UnixDomainSocketConnection, {"path": endpoint.path}
+    if isinstance(endpoint, Path):
+        kind, place = UnixDomainSocketConnection, {"path": os.fspath(endpoint)}
     else:
         # Half of the time: a host may have two addresses, of which the first does not answer.
         kind, place = Connection, {**endpoint._asdict(), "socket_connect_timeout": timeout_s / 2}
@@ -174,8 +176,8 @@ def _open(
         return channel, _order(channel, orders, by)
     except StoreError as error:
         failure = error
-    except Rejected as error:
-        failure = _rejected(error.reply, b"AUTH")
+    except ErrorReply as error:
+        failure = _rejected(error, b"AUTH")
     except (RedisError, OSError) as error:
         # redis-py's errors have the one of the socket as their context, or none after a false reply to AUTH.
         cause = error.__context__ if isinstance(error, RedisError) else error

@@ -8,7 +8,8 @@ from __future__ import annotations
 import re
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+
+from redis.exceptions import ResponseError
 
 from ...errors import BackendUnavailable
 from ..errors import ErrorKind, StoreError, kind_of_exception
@@ -93,11 +94,13 @@ _TEXTS: tuple[tuple[bytes, ErrorKind], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class ErrorReply:
-    """An error that the server sent instead of a result. The connection is still usable."""
+class ErrorReply(ResponseError):
+    """An error that the server sent instead of a result. The connection is still usable. Only redis-py raises it, while
+    it logs in. As an exception it has no text: a server may repeat the password in it."""
 
-    text: bytes = field(repr=False)
+    def __init__(self, text: bytes) -> None:
+        super().__init__()
+        self.text = text
 
     @property
     def kind(self) -> ErrorKind:

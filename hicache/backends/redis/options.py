@@ -20,6 +20,9 @@ from ..errors import ErrorKind, StoreError
 from ..rotated import Rotated, client_tls
 
 Mode: TypeAlias = Literal["single", "sentinel", "cluster"]
+# A server, or the path of the socket of one on this machine. Only the configuration can name a path: nodes that a
+# server names are an `Address`.
+Endpoint: TypeAlias = Address | Path
 
 
 def named_address(host: bytes, port: object) -> Address | None:
@@ -32,20 +35,6 @@ def named_address(host: bytes, port: object) -> Address | None:
         return None if "%" in name else Address(name, check_port(digits))
     except ValueError:
         return None
-
-
-@dataclass(frozen=True, slots=True)
-class UnixSocket:
-    """A server on this machine, by the path of its socket. Only the configuration can name one: nodes that a server
-    names are an `Address`."""
-
-    path: str
-
-    def __str__(self) -> str:
-        return self.path
-
-
-Endpoint: TypeAlias = Address | UnixSocket
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +65,7 @@ class Access:
         """Return the endpoint as text for messages. Omits a host name that a server has named: it may repeat a secret.
         """
         is_ours = endpoint in self.addresses or endpoint in self.replicas
-        if is_ours or isinstance(endpoint, UnixSocket) or _ip(endpoint.host):
+        if is_ours or isinstance(endpoint, Path) or _ip(endpoint.host):
             return str(endpoint)
         return f"{self.where} (a node that it names, port {endpoint.port})"
 
@@ -111,7 +100,7 @@ def open_access(options: RedisStorageOptions) -> Access:
         addresses = (Address(host, port),)
         db, is_tls = db or int(path[1:] or 0), is_tls or scheme == "rediss"
     elif options.unix_socket is not None:
-        addresses = (UnixSocket(os.fspath(options.unix_socket)),)
+        addresses = (options.unix_socket,)
     elif options.cluster is not None:
         mode, addresses = "cluster", tuple(split_address(text, PORT) for text in options.cluster)
     else:
