@@ -16,30 +16,22 @@ import asyncio
 import hmac
 import os
 import socket
-import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from ..backends.http import user_of_peer
 from ..config.addresses import is_own_host
 
-_CREDENTIALS = struct.Struct("3i")  # struct ucred, unix(7)
 # The key of the connection's peer in a request's scope.
 PEER = "peer"
 
 
-@dataclass(frozen=True, slots=True)
-class Peer:
-    """The process at the other end of a Unix socket, as it was when it connected."""
-
-    pid: int
-    uid: int
-
-
 class PeerProtocol(HttpToolsProtocol):
-    """uvicorn's HTTP protocol, which puts the Peer of a Unix socket into `scope["state"]["peer"]`; None for TCP."""
+    """uvicorn's HTTP protocol, which puts the user of the process at the other end of a Unix socket into
+    `scope["state"]["peer"]`; None for TCP."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Record the peer. The state is copied into each request's scope."""
@@ -47,12 +39,10 @@ class PeerProtocol(HttpToolsProtocol):
         super().connection_made(transport)
 
 
-def peer_of(connection: Any) -> Peer | None:
-    """Return the peer of a connected Unix socket; None for any other socket."""
-    if connection is None or connection.family != socket.AF_UNIX:
-        return None
-    pid, uid, _ = _CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return Peer(pid, uid)
+def peer_of(connection: Any) -> int | None:
+    """Return the user of the peer of a connected Unix socket; None for any other socket."""
+    is_unix = connection is not None and connection.family == socket.AF_UNIX
+    return user_of_peer(connection) if is_unix else None
 
 
 def bearer_token(headers: Mapping[str, str]) -> str | None:
@@ -63,10 +53,8 @@ def bearer_token(headers: Mapping[str, str]) -> str | None:
 
 def is_token(given: str | None, expected: str | None) -> bool:
     """Compare in constant time. False if either is missing."""
-    return given is not None and expected is not None and _same(given, expected)
-
-
-def _same(given: str, expected: str) -> bool:
+    if given is None or expected is None:
+        return False
     return hmac.compare_digest(given.encode("latin-1", "replace"), expected.encode())  # headers are read as Latin-1
 
 
@@ -86,11 +74,11 @@ class AdminAccess:
             "admin token"
         )
 
-    def who(self, peer: Peer | None, headers: Mapping[str, str]) -> str | None:
+    def who(self, peer: int | None, headers: Mapping[str, str]) -> str | None:
         """Return the caller's name for the audit log: `uid 1000` or `token`; None for a rejected caller."""
         token = self.token()
         if token is not None:
             return "token" if is_token(bearer_token(headers), token) else None
-        if peer is not None and peer.uid in (os.geteuid(), 0) and is_own_host(headers.get("host"), ()):
-            return f"uid {peer.uid}"
+        if peer in (os.geteuid(), 0) and is_own_host(headers.get("host"), ()):
+            return f"uid {peer}"
         return None

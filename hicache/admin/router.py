@@ -173,7 +173,7 @@ def _guarded(access: AdminAccess) -> type[APIRoute]:
 def _stranger(request: Request) -> str:
     peer = request.scope.get("state", {}).get(PEER)
     if peer is not None:
-        return f"uid {peer.uid}"
+        return f"uid {peer}"
     return "unknown" if request.client is None else request.client.host
 
 

@@ -338,10 +338,15 @@ def _early_reply(connection: Connection, deadline: float, error: OSError) -> Hea
 _PEER = struct.Struct("3i")
 
 
+def user_of_peer(sock: socket.socket) -> int:
+    """Return the user of the process at the other end of a Unix socket, as it was when it connected or listened."""
+    return int(_PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1])
+
+
 def _require_own_peer(sock: socket.socket, *, of_any_user: bool) -> None:
     """Raise StoreError unless the process that listens on a Unix socket is this user's or root's, or `of_any_user` is
     set and this user is root."""
-    _, user, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    user = user_of_peer(sock)
     if user not in (os.geteuid(), 0) and not (of_any_user and os.geteuid() == 0):
         raise StoreError(ErrorKind.ACCESS_DENIED, f"the socket belongs to a process of user {user}, not of this user")
 

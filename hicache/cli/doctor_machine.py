@@ -13,7 +13,6 @@ import platform
 import pwd
 import resource
 import socket
-import struct
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from .. import __version__
+from ..backends.http import user_of_peer
 from ..config import HiCacheConfig
 from ..config.addresses import default_socket
 from ..config.mooncake_storage import MooncakeStorageOptions
@@ -39,8 +39,6 @@ _ADVISED_SHARE = 0.8
 _YEARS = range(2025, 2100)
 # A process that listens accepts within moments.
 _CONNECT_S = 1.0
-# struct ucred of Linux: process, user, group.
-_PEER = struct.Struct("3i")
 # The packages on which a report about a failure may depend.
 _PACKAGES = (
     "numpy", "torch", "vllm", "sglang", "redis", "botocore", "mooncake-transfer-engine",
@@ -295,7 +293,7 @@ def daemon_user(path: Path | None) -> str | None:
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(_CONNECT_S)
             connection.connect(os.fspath(path or ""))
-            _, user, _ = _PEER.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+            user = user_of_peer(connection)
     except OSError:
         return None
     return user_name(user)

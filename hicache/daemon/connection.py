@@ -27,7 +27,7 @@ import httptools
 import uvicorn
 from uvicorn.server import ServerState
 
-from ..admin.access import PEER, Peer, PeerProtocol
+from ..admin.access import PEER, PeerProtocol
 from ..backends.errors import ErrorKind
 from ..config.daemon import DaemonConfig
 from ..frame import TagStream
@@ -100,8 +100,7 @@ class Connection(PeerProtocol):
         """Reject a process of another user, and a connection over the limit."""
         super().connection_made(transport)
         self._count(1)
-        peer: Peer | None = self.app_state[PEER]
-        if peer is not None and peer.uid not in (os.geteuid(), 0):
+        if self.app_state[PEER] not in (None, os.geteuid(), 0):
             reason = "socket: this daemon belongs to another user; use a daemon of your own"
             self._refuse("peer", Refused(403, ErrorKind.ACCESS_DENIED, reason))
         elif self.listener.connections > self._shared.config.connections_max:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache.admin.access import AdminAccess, Peer, peer_of
+from hicache.admin.access import AdminAccess, peer_of
 from hicache.admin.sockets import PATH_BYTES_MAX, PrivateSocket
 from hicache.errors import ConfigError
 
@@ -22,7 +22,7 @@ def test_the_socket_and_its_directory_are_closed_to_others(tmp_path: Path) -> No
         client.connect(str(path))
         connection, _ = private.socket.accept()
         with connection:
-            assert peer_of(connection) == Peer(os.getpid(), os.geteuid())
+            assert peer_of(connection) == os.geteuid()
     assert not path.exists()
 
 
@@ -66,7 +66,7 @@ def test_a_path_that_is_too_long_is_rejected(tmp_path: Path) -> None:
         PrivateSocket(tmp_path / ("x" * PATH_BYTES_MAX), "admin.socket")
 
 
-OWN, STRANGER = Peer(1, os.geteuid()), Peer(1, 4_000_000)
+OWN, STRANGER = os.geteuid(), 4_000_000
 SENT = {"authorization": "Bearer right"}
 
 
@@ -74,7 +74,7 @@ SENT = {"authorization": "Bearer right"}
     ("token", "peer", "headers", "who"),
     [
         (None, OWN, {}, f"uid {os.geteuid()}"),
-        (None, Peer(1, 0), {}, "uid 0"),
+        (None, 0, {}, "uid 0"),
         (None, STRANGER, {}, None),
         (None, None, {}, None),  # TCP
         (None, None, SENT, None),
@@ -88,6 +88,6 @@ SENT = {"authorization": "Bearer right"}
     ],
 )
 def test_access_is_by_user_without_a_token_and_by_token_with_one(
-    token: str | None, peer: Peer | None, headers: dict[str, str], who: str | None
+    token: str | None, peer: int | None, headers: dict[str, str], who: str | None
 ) -> None:
     assert AdminAccess(lambda: token).who(peer, headers) == who
