@@ -10,8 +10,8 @@ from urllib.parse import quote
 
 from ...config.addresses import Address, split_address
 from ...config.mooncake_storage import MooncakeStorageOptions
-from ...errors import BackendUnavailable
 from ..base import Usage
+from ..errors import ErrorKind, StoreError
 
 # The metrics take a millisecond; a list of a million keys takes a few seconds.
 TIMEOUT_S = 10.0
@@ -31,7 +31,7 @@ def admin_address(options: MooncakeStorageOptions) -> Address:
 
 class Admin:
     """Requests to the master, each on a new connection. Without an answer, methods block for about `TIMEOUT_S` and
-    raise BackendUnavailable."""
+    raise StoreError."""
 
     def __init__(self, address: Address) -> None:
         self._address = address
@@ -90,6 +90,7 @@ class Admin:
 
     def _trouble(
         self, what: str, remedy: str = "set `admin` to its --metrics_host and --metrics_port"
-    ) -> BackendUnavailable:
+    ) -> StoreError:
         host, port = self._address
-        return BackendUnavailable(f"mooncake store: the master's HTTP server {host}:{port} {what}; {remedy}")
+        words = f"mooncake store: the master's HTTP server {host}:{port} {what}; {remedy}"
+        return StoreError(ErrorKind.ADMIN, explanation=words)

@@ -19,12 +19,12 @@ from collections.abc import Iterator, Sequence
 from ...arguments import instance
 from ...clock import SYSTEM_CLOCK, Clock
 from ...config.mooncake_storage import MooncakeStorageOptions
-from ...errors import BackendUnavailable, InvalidInput
+from ...errors import InvalidInput
 from ...frame import FrameCodec
 from ...units import MIB
 from ..base import StoredPage, Usage
 from ..driver import Answer
-from ..errors import ErrorKind, StoreError
+from ..errors import StoreError
 from ..pages import PageReads, PageWrites
 from . import codes
 from .admin import Admin, admin_address
@@ -113,13 +113,10 @@ class MooncakeDriver:
         """See Driver. Gets all keys of the store from the master's HTTP server, about 140 bytes per page, and their
         sizes. `used_s` is None, because the master does not report it."""
         names = Names(self.options.prefix)
-        try:
-            ids = {name: found for name in sorted(self._admin.all_keys()) if (found := names.id_of(name))}
-            ours = [name for name, (space, _) in ids.items() if space.hex().startswith(namespace)]
-            for name, size in self._admin.sizes(ours):
-                yield StoredPage(*ids[name], size, None)
-        except BackendUnavailable as error:
-            raise StoreError(ErrorKind.ADMIN, explanation=str(error)) from error
+        ids = {name: found for name in sorted(self._admin.all_keys()) if (found := names.id_of(name))}
+        ours = [name for name, (space, _) in ids.items() if space.hex().startswith(namespace)]
+        for name, size in self._admin.sizes(ours):
+            yield StoredPage(*ids[name], size, None)
 
     def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> tuple[bytes, bool] | None:
         """See Inspects."""
@@ -143,10 +140,7 @@ class MooncakeDriver:
     def measure(self) -> Usage:
         """See Driver. Sends a request to the master's HTTP server. Counts all pages and bytes in the store, since
         they share its capacity."""
-        try:
-            return self._admin.usage()
-        except BackendUnavailable as error:
-            raise StoreError(ErrorKind.ADMIN, explanation=str(error)) from error
+        return self._admin.usage()
 
     def close(self) -> None:
         """See Driver. When the last user in this process closes, its segment leaves the store with all its pages.

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from hicache.backends.base import StoredPage
+from hicache.backends.errors import StoreError
 from hicache.backends.mooncake import MooncakeDriver
 from hicache.backends.mooncake.admin import Admin
 from hicache.backends.registry import BackendSpec, open_stored
@@ -143,14 +144,18 @@ def test_invalid_http_chunks_are_a_typed_error(size: str) -> None:
 
 
 def _asked(reply: str, ask: Callable[[Admin], object] = lambda admin: list(admin.sizes(["k"]))) -> object:
-    """Return what `ask` finds in `reply`, after which the connection ends."""
+    """Return what `ask` finds in `reply`, after which the connection ends. Raises the operator's error, as a store
+    does."""
 
     def serve(connection: socket.socket, number: int) -> None:
         connection.recv(4096)
         connection.sendall(f"HTTP/1.1 200 OK\r\n{reply}".encode())
 
     with Listener(serve) as server:
-        return ask(Admin(Address(LOOPBACK, server.port)))
+        try:
+            return ask(Admin(Address(LOOPBACK, server.port)))
+        except StoreError as error:
+            raise BackendUnavailable(error.explanation) from error
 
 
 def test_it_opens_by_name_and_refuses_wrong_options(master: MooncakeMaster, opened: StoredPages) -> None:
