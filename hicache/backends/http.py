@@ -58,6 +58,8 @@ _HEADERS_MAX = 200
 _STATUS_LINE = re.compile(rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: [\t -~\x80-\xff]*)?")
 _HEADER = re.compile(rb"([!#$%&'*+.^_`|~0-9A-Za-z-]+):([\t -~\x80-\xff]*)")
 _LENGTH = re.compile("[0-9]{1,15}")
+# The longest pause accepted from a server: it may send any number.
+_RETRY_AFTER_MAX_S = 60.0
 _CHUNK_SIZE = re.compile(rb"([0-9A-Fa-f]{1,8})[ \t]*(?:;[\t -~\x80-\xff]*)?\r\n")
 # Sent heads are stricter: visible ASCII, with spaces and tabs in values of headers.
 _TARGET = re.compile("/[!-~]*")
@@ -103,6 +105,13 @@ class Head:
         if text is not None and not _LENGTH.fullmatch(text):
             raise StoreError(ErrorKind.PROTOCOL, "content-length is not a number")
         return None if text is None else int(text)
+
+
+    @property
+    def retry_after_s(self) -> float:
+        """The pause that the server requests, at most a minute; 0 for none, and for a date."""
+        text = self.headers.get("retry-after", "")
+        return min(float(text), _RETRY_AFTER_MAX_S) if text.isascii() and text.isdigit() else 0.0
 
 
 class StaleConnection(Exception):
@@ -384,38 +393,32 @@ class ConnectionPool:
         """Send a request and return the result of `read` for its reply. If an idle connection was closed, use another
         one; without `may_repeat` that is an error instead, because the server may have begun the request. Raises
         StoreError, and the errors of `read`."""
-        connection = self.take_idle()
-        if connection is not None:
+
+        def attempt(connection: Connection) -> T:
             try:
-                return self._try(connection, head, body, read, deadline)
+                try:
+                    connection.send(head, body, deadline)
+                    reply = connection.read_head(deadline)
+                except (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
+                    reply = _early_reply(connection, deadline, error)
+                return read(connection, reply)
+            except OSError as error:
+                raise StoreError(kind_of_exception(error), words_of_exception(error)) from error
+            finally:
+                self.give(connection)
+
+        idle = self.take_idle()
+        if idle is not None:
+            try:
+                return attempt(idle)
             except StaleConnection as error:
                 if not may_repeat:
                     raise StoreError(ErrorKind.CONNECTION_LOST, "the server closed an idle connection") from error
                 # closed while it was idle: replacing it does not count as a retry
         try:
-            return self._try(self.connect(deadline), head, body, read, deadline)
+            return attempt(self.connect(deadline))
         except StaleConnection as error:
             raise StoreError(ErrorKind.CONNECTION_LOST, "the server closed the connection without a reply") from error
-
-    def _try(
-        self,
-        connection: Connection,
-        head: bytes,
-        body: Sequence[memoryview],
-        read: Callable[[Connection, Head], T],
-        deadline: float,
-    ) -> T:
-        try:
-            try:
-                connection.send(head, body, deadline)
-                reply = connection.read_head(deadline)
-            except (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
-                reply = _early_reply(connection, deadline, error)
-            return read(connection, reply)
-        except OSError as error:
-            raise StoreError(kind_of_exception(error), words_of_exception(error)) from error
-        finally:
-            self.give(connection)
 
     def take_idle(self) -> Connection | None:
         """Return a connection that was used a moment ago and still seems good, or None."""

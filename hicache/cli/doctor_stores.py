@@ -15,8 +15,9 @@ from cryptography import x509
 from ..backends.errors import StoreError
 from ..backends.file.mounts import file_system, misplaced
 from ..backends.http import Connection, ConnectionPool, Head, read_small
-from ..backends.remote.access import open_access as open_remote
+from ..backends.remote.causes import CONFIGURED, explain
 from ..backends.remote.client import DaemonClient
+from ..backends.remote.client import open_access as open_remote
 from ..backends.s3.access import open_access as open_s3
 from ..backends.s3.client import S3Client
 from ..config.files import open_regular
@@ -152,13 +153,16 @@ def _date(link: Connection, reply: Head, deadline: float) -> str:
 
 
 def daemon(name: str, options: RemoteStorageOptions) -> Row:
-    """Show version and instance of the daemon that a `remote` store uses. Raises StoreError and ConfigError."""
+    """Show version and instance of the daemon that a `remote` store uses, or why it does not answer. Raises
+    ConfigError."""
     access = open_remote(options)
     client = DaemonClient(access)
     try:
         deadline = time.monotonic() + CALL_S
         status = client.call("GET", "/statusz", deadline=deadline)
         version = client.call("GET", "/openapi.json", deadline=deadline).get("info", {}).get("version", "unknown")
+    except StoreError as error:
+        return Row(f"{name} access", Verdict.FAIL, explain(error, CONFIGURED, access.server))
     finally:
         client.close()
     user = None if options.url is not None else daemon_user(Path(access.where))

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.remote.memory import create_memory
+from hicache.backends.remote.driver import create_memory
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, open_backend
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.errors import BackendUnavailable

@@ -12,8 +12,7 @@ import pytest
 
 from hicache import tracing
 from hicache.backends.opening import StorageOpener
-from hicache.backends.remote.access import open_access
-from hicache.backends.remote.client import DaemonClient
+from hicache.backends.remote.client import DaemonClient, open_access
 from hicache.backends.storage import Storage
 from hicache.config import HiCacheConfig
 from hicache.config.remote_storage import RemoteStorageOptions

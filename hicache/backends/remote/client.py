@@ -1,4 +1,4 @@
-"""The requests of a `remote` store to a daemon, and their replies.
+"""The requests of a `remote` store to a daemon, and their replies; its address and credentials.
 
 Each request is tried once and ends soon after its deadline. A request without a reply raises StoreError. A request that
 the daemon has rejected raises `Refused`: it had no effect, and the daemon does not access its frames.
@@ -10,18 +10,25 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import urlencode
 
 from ... import tracing
 from ...clock import SYSTEM_CLOCK, Clock
+from ...config.addresses import HTTP_PORTS, default_socket, split_url
+from ...config.remote_storage import RemoteStorageOptions
+from ...config.secret import read_secret
+from ...errors import ConfigError
 from ...frame import Damage
 from ...keys import PAGE_KEY_BYTES
 from ..errors import ErrorKind, StoreError
 from ..guard.health import SYSTEM_CAUSES
-from ..http import Connection, ConnectionPool, Head, read_small, request_head
-from .access import Access
+from ..http import Connection, ConnectionPool, Head, Server, read_small, request_head
+from ..rotated import Rotated, client_tls
 
 T = TypeVar("T")
 # Reads the pages of a reply from a connection; the arguments are their bytes and the deadline. Returns True if all were
@@ -31,10 +38,11 @@ PageReceiver: TypeAlias = Callable[[Connection, int, float], bool]
 TIMEOUT_S_MAX = 3600.0
 # A daemon replies at the deadline of a request; the reply has this time to arrive.
 GRACE_S = 0.25
+# Over a Unix socket the kernel reports at once that a daemon has died. For one that hangs, see `frames`.
+_NEVER_S = 1e6
 _JSON = "application/json"
 # Replies are short, except for one word per key.
 _ANSWER_BYTES_MAX = 1 << 20
-_RETRY_AFTER_MAX_S = 60.0
 # A daemon's explanations are shorter.
 _WORDS_MAX = 400
 # Classes under which a daemon's errors are counted here. All others become `server_error`.
@@ -51,6 +59,39 @@ _BY_STATUS: Mapping[int, ErrorKind] = {
     429: ErrorKind.THROTTLED,
     503: ErrorKind.UNAVAILABLE,
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Access:
+    """`host` and `token` are sent with each request. `lock` is the file that a daemon on this host keeps locked while
+    it runs, None for a daemon on another host. `where` is for messages."""
+
+    server: Server
+    host: str
+    token: Rotated[str | None] = field(repr=False)
+    lock: Path | None
+    where: str
+
+
+def open_access(options: RemoteStorageOptions, environ: Mapping[str, str] | None = None) -> Access:
+    """Read the secrets of `options`. Raises ConfigError for an unreadable one, and if the daemon's address is
+    unknown."""
+    environ = os.environ if environ is None else environ
+    what = "remote storage: token"
+    token = Rotated(
+        what, [options.token_file], lambda: read_secret(what, options.token_env, options.token_file, environ)
+    )
+    if options.url is None:
+        path = options.socket or default_socket()
+        if path is None:
+            raise ConfigError("remote storage: set socket or url; the default needs XDG_RUNTIME_DIR, which is not set")
+        server = Server("", 0, None, "", "", options.connect_timeout, _NEVER_S, os.fspath(path))
+        return Access(server, "localhost", token, path.parent / "lock", str(path))
+    url = split_url(options.url, HTTP_PORTS)
+    files = {"ca_file": options.ca_file, "certificate": options.certificate, "key": options.key}
+    tls = client_tls("remote storage", files) if url.scheme == "https" else None
+    server = Server(url.host, url.port, tls, url.host, "", options.connect_timeout, options.timeout)
+    return Access(server, options.url.split("/")[2], token, None, options.url)
 
 
 class Refused(StoreError):
@@ -86,25 +127,26 @@ class DaemonClient:
         Raises Refused and StoreError."""
         left_s = self._time_left(deadline)
         body = b"" if fields is None else _body(fields, keys, left_s)
-
-        def read(connection: Connection, head: Head) -> Mapping[str, Any]:
-            return _fields(self._small(connection, head, until))
-
-        until = self.clock() + left_s + GRACE_S
-        return self._exchange(method, path, _JSON, [memoryview(body)], read, until, may_repeat=may_repeat)
+        return self._answer(method, path, _JSON, [memoryview(body)], left_s, may_repeat=may_repeat)
 
     def send_pages(
         self, path: str, query: Mapping[str, object], pages: Sequence[memoryview], *, deadline: float
     ) -> Mapping[str, Any]:
         """Send buffers as the body of a request and return the fields of the reply. Raises as `call`."""
         left_s = self._time_left(deadline)
+        target = f"{path}?{urlencode({**query, 'timeout_s': left_s})}"
+        return self._answer("POST", target, "application/octet-stream", pages, left_s)
+
+    def _answer(
+        self, method: str, path: str, content_type: str, body: Sequence[memoryview], left_s: float,
+        *, may_repeat: bool = True,
+    ) -> Mapping[str, Any]:  # fmt: skip
+        until = self.clock() + left_s + GRACE_S
 
         def read(connection: Connection, head: Head) -> Mapping[str, Any]:
             return _fields(self._small(connection, head, until))
 
-        until = self.clock() + left_s + GRACE_S
-        target = f"{path}?{urlencode({**query, 'timeout_s': left_s})}"
-        return self._exchange("POST", target, "application/octet-stream", pages, read, until)
+        return self._exchange(method, path, content_type, body, read, until, may_repeat=may_repeat)
 
     def receive_pages(self, path: str, keys: Sequence[bytes], take: PageReceiver, *, deadline: float) -> None:
         """As `call`, for a reply with pages: `take` reads them from the connection. Raises as `call`."""
@@ -144,9 +186,7 @@ class DaemonClient:
         with contextlib.suppress(StoreError):  # from another server: the status is enough
             fields = _fields(body)
             kind, words = _kind(fields.get("error"), otherwise), _words(fields, self.access.token.get() or "")
-        pause = head.headers.get("retry-after", "")
-        pause_s = min(float(pause), _RETRY_AFTER_MAX_S) if pause.isdecimal() else 0.0
-        raise Refused(kind, head.status, pause_s, words)
+        raise Refused(kind, head.status, head.retry_after_s, words)
 
     def _exchange(
         self,

@@ -25,17 +25,16 @@ from ...arguments import instance
 from ...clock import SYSTEM_CLOCK, Clock
 from ...config.remote_storage import RemoteStorageOptions
 from ...errors import BackendError, BackendUnavailable, ConfigError
-from ...frame import FrameCodec, PageBuffer, TagKind
+from ...frame import FrameCodec, PageBuffer, TagKind, frame_bytes
 from ...shared_memory import find
 from ...supervised import SupervisedPool
 from ..base import GetOutcome, SetOutcome, StoredPage, Usage
 from ..driver import Answer, Incidents
 from ..errors import ErrorKind, StoreError
 from ..pages import PageReads, PageWrites
-from .access import open_access
 from .bodies import BY_DAEMON, parts_of, read_pages, settle_writes, write_pages
 from .causes import CONFIGURED, explain
-from .client import DaemonClient, Refused, kinds_of, list_of, number_of
+from .client import DaemonClient, Refused, kinds_of, list_of, number_of, open_access
 from .frames import FrameRun, SharedFrames, frame_runs
 
 T = TypeVar("T")
@@ -47,6 +46,8 @@ _BODY_BYTES = 32 << 20
 _ATTACH_S = 30.0
 # A daemon that does not answer the release of a namespace in this time is left without it.
 _LEAVE_S = 1.0
+# Zeroing the memory of a large engine takes the daemon seconds.
+_CREATE_S = 60.0
 # Counting a namespace may require a listing of its store.
 _USAGE_S = 60.0
 
@@ -322,6 +323,24 @@ class RemoteDriver:
         self._pool.run(len(parts), tracing.carried(move_one))
         if failures:
             raise failures[0]
+
+
+def create_memory(options: RemoteStorageOptions, name: str, shape: bytes, payload_bytes: int, pages: int) -> None:
+    """Let the daemon create shared memory `name` with frames for that many pages of the shape with this digest; the
+    caller opens it next. Blocks while the daemon zeroes the memory. Raises BackendUnavailable without a reply,
+    BackendError if the daemon rejects it."""
+    client = DaemonClient(open_access(options))
+    fields = {"frame_bytes": frame_bytes(payload_bytes), "pages": pages, "shape": shape.hex()}
+    try:
+        client.call("GET", "/livez", deadline=client.clock() + options.open_timeout)  # it does not hang
+        client.call("PUT", f"/v1/memory/{name}", fields, deadline=client.clock() + _CREATE_S)
+    except StoreError as error:
+        kind = BackendError if isinstance(error, Refused) else BackendUnavailable
+        where = f"host.shared: the daemon at {client.access.where} does not create the memory {name!r}"
+        why = explain(error, CONFIGURED, client.access.server)
+        raise kind(f"{where}: {why}; or set host.shared.owner to engine") from error
+    finally:
+        client.close()
 
 
 def _path_of(namespace: bytes) -> str:

@@ -122,7 +122,7 @@ class S3Client:
         def read(connection: Connection, head: Head) -> tuple[bytes, str] | None:
             tag = head.headers.get("etag", "")
             if head.status == 416:  # an empty object has no first byte
-                _read_small(connection, head, deadline)
+                read_small(connection, head, ERROR_BYTES_MAX, deadline)
                 return b"", tag
             if head.status not in (200, 206):
                 _missing(connection, head, deadline)
@@ -144,7 +144,7 @@ class S3Client:
             headers["if-none-match"] = "*"
 
         def read(connection: Connection, head: Head) -> bool:
-            reply = _read_small(connection, head, deadline)
+            reply = read_small(connection, head, ERROR_BYTES_MAX, deadline)
             if head.status in (200, 201, 204):
                 return True
             if head.status == 412 and if_absent:
@@ -159,7 +159,7 @@ class S3Client:
         missing."""
 
         def read(connection: Connection, head: Head) -> bool:
-            reply = _read_small(connection, head, deadline)
+            reply = read_small(connection, head, ERROR_BYTES_MAX, deadline)
             # 412 and 409: the object was replaced; the new one must stay.
             if head.status not in (200, 202, 204, 404, 409, 412) or error_code(reply) == "NoSuchBucket":
                 raise _failure(head, reply)
@@ -252,13 +252,9 @@ def _object_length(head: Head) -> int:
     return head.length
 
 
-def _read_small(connection: Connection, head: Head, deadline: float, bytes_max: int = ERROR_BYTES_MAX) -> bytes:
-    return read_small(connection, head, bytes_max, deadline)
-
-
 def _read_reply(connection: Connection, head: Head, deadline: float, bytes_max: int = ERROR_BYTES_MAX) -> bytes:
     """Return the body of a good reply. Raises StoreError for any other."""
-    reply = _read_small(connection, head, deadline, bytes_max)
+    reply = read_small(connection, head, bytes_max, deadline)
     if head.status != 200:
         raise _failure(head, reply)
     return reply
@@ -266,11 +262,11 @@ def _read_reply(connection: Connection, head: Head, deadline: float, bytes_max: 
 
 def _missing(connection: Connection, head: Head, deadline: float) -> None:
     """Return if the reply means that the object is missing. Raises StoreError for any other reply."""
-    reply = _read_small(connection, head, deadline)
+    reply = read_small(connection, head, ERROR_BYTES_MAX, deadline)
     if head.status != 404 or error_code(reply) == "NoSuchBucket":
         raise _failure(head, reply)
 
 
 def _failure(head: Head, reply: bytes) -> StoreError:
-    return failed_reply(head.status, error_code(reply), head.headers.get("retry-after", ""))
+    return failed_reply(head.status, error_code(reply), head.retry_after_s)
 

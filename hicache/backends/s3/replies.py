@@ -35,10 +35,6 @@ _FIELDS = frozenset({
 # Tokens are sent in the URL of the next request, which servers limit to 8 KiB or more.
 _TOKEN_LENGTH_MAX = 4096
 _SIZE = re.compile("[0-9]{1,15}")
-
-
-# The longest pause accepted from a server: it may send any number.
-_RETRY_AFTER_MAX_S = 60.0
 # The code in an error's body is more precise than its status. The list has codes of the S3 API reference and of other
 # servers. Messages show only these codes: a hostile server could send back a secret instead of a code.
 _BY_CODE: Mapping[str, ErrorKind] = {
@@ -97,14 +93,13 @@ _BY_STATUS: Mapping[int, ErrorKind] = {
 }
 
 
-def failed_reply(status: int, code: str, retry_after: str = "") -> StoreError:
-    """Return the StoreError for an error reply. `retry_after` is its Retry-After header; dates in it are ignored."""
+def failed_reply(status: int, code: str, retry_after_s: float = 0.0) -> StoreError:
+    """Return the StoreError for an error reply."""
     kind = _BY_CODE.get(code) or _BY_STATUS.get(status)
     if kind is None:
         kind = ErrorKind.BAD_REQUEST if 400 <= status < 500 else ErrorKind.PROTOCOL
         kind = ErrorKind.SERVER_ERROR if status >= 500 else kind
-    seconds = min(float(retry_after), _RETRY_AFTER_MAX_S) if retry_after.isascii() and retry_after.isdigit() else 0.0
-    return StoreError(kind, f"status {status} {code if code in _BY_CODE else ''}".rstrip(), seconds)
+    return StoreError(kind, f"status {status} {code if code in _BY_CODE else ''}".rstrip(), retry_after_s)
 
 
 @dataclass(frozen=True, slots=True)
