@@ -8,18 +8,20 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic_core import to_jsonable_python
 
 from ..admin.models import (
     PIN_TTL_S,
     BreakerRequest,
     ClearRequest,
+    Job,
     Lookup,
     LookupRequest,
     PinRequest,
@@ -42,7 +44,6 @@ from .ctl_client import Address, AdminClient
 from .ctl_jobs import show_job, watch
 from .main import FOUND_EXIT_CODE
 
-Command = TypeVar("Command", bound=Callable[..., Any])
 _TOKENS_FILE_BYTES_MAX = 32 << 20
 _STORE = click.argument("store", required=False)
 _YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
@@ -56,27 +57,30 @@ _TOKENS = click.option(
 )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Session:
     """The connection of one command, and the format of its output."""
 
-    client: AdminClient
+    address: Address
     as_json: bool
+
+    @functools.cached_property
+    def client(self) -> AdminClient:
+        """The client, made when a command has checked its own arguments. It is closed at the end of the command."""
+        client = AdminClient(self.address, self.address.token().get)
+        click.get_current_context().call_on_close(client.close)
+        return client
 
     def show(self, answer: object, lines: Iterator[str]) -> None:
         """Print the answer as text, or as JSON with `--json`."""
         if self.as_json:
-            click.echo(json.dumps(_plain(answer), indent=2))
+            click.echo(json.dumps(to_jsonable_python(answer), indent=2))
         else:
             click.echo("\n".join(lines))
 
     def done(self, what: str, **answer: object) -> None:
         """Print what was done."""
         self.show({"done": what, **answer}, iter([what]))
-
-
-def _plain(answer: object) -> object:
-    return TypeAdapter(Any).dump_python(answer, mode="json")
 
 
 @click.group()
@@ -95,24 +99,7 @@ def ctl(context: click.Context, /, *, as_json: bool, **address: Any) -> None:
 
     By default this is the daemon of this user, at the default socket of `hicache serve`.
     """
-    context.obj = functools.partial(_session, Address(**address), as_json)
-
-
-def _session(address: Address, as_json: bool) -> Session:
-    return Session(AdminClient(address.endpoint(), address.token().get), as_json)
-
-
-def _with_session(command: Command) -> Command:
-    """Pass a Session to a command, after its own arguments are checked."""
-
-    @functools.wraps(command)
-    def run(*args: Any, **options: Any) -> Any:
-        context = click.get_current_context()
-        session: Session = context.obj()
-        context.call_on_close(session.client.close)
-        return command(session, *args, **options)
-
-    return run  # type: ignore[return-value]
+    context.obj = Session(Address(**address), as_json)
 
 
 def _confirm(yes: bool, question: str) -> None:
@@ -128,7 +115,7 @@ def _confirm(yes: bool, question: str) -> None:
 
 
 @ctl.command()
-@_with_session
+@click.pass_obj
 def status(session: Session) -> None:
     """Show tiers, namespaces, stores and clients."""
     found = session.client.get("/status", Status)
@@ -136,7 +123,7 @@ def status(session: Session) -> None:
 
 
 @ctl.command()
-@_with_session
+@click.pass_obj
 def stores(session: Session) -> None:
     """List the stores of each namespace, with their breakers."""
     found = session.client.get("/status", Status)
@@ -144,7 +131,7 @@ def stores(session: Session) -> None:
 
 
 @ctl.command()
-@_with_session
+@click.pass_obj
 def namespaces(session: Session) -> None:
     """List the namespaces that engines have opened."""
     found = session.client.get("/status", Status)
@@ -152,7 +139,7 @@ def namespaces(session: Session) -> None:
 
 
 @ctl.command()
-@_with_session
+@click.pass_obj
 def clients(session: Session) -> None:
     """List the engines whose memory the daemon has mapped."""
     found = session.client.get("/status", Status)
@@ -164,7 +151,7 @@ def clients(session: Session) -> None:
 @_TOKENS
 @_NAMESPACE
 @click.option("--timeout", type=DURATION, default=5.0, help="Time limit, such as 30s.")
-@_with_session
+@click.pass_obj
 def lookup(
     session: Session, keys: tuple[str, ...], tokens_file: Path | None, namespace: str, timeout: float
 ) -> None:
@@ -206,7 +193,7 @@ def _page_keys(keys: tuple[str, ...], digits_min: int = 64) -> list[str]:
 @click.option("--all", "where", flag_value="all", help="Memory and all stores.")
 @_NAMESPACE
 @_YES
-@_with_session
+@click.pass_obj
 def clear(session: Session, *, where: str | None, store: str | None, namespace: str, yes: bool) -> None:
     """Remove pages from memory and stores: of all namespaces, or of those whose digest starts with --namespace.
 
@@ -217,7 +204,7 @@ def clear(session: Session, *, where: str | None, store: str | None, namespace: 
     request = _checked(ClearRequest, namespace=namespace, where="store" if store else where, store=store)
     whose = f"namespaces {namespace}..." if namespace else "ALL namespaces"
     what = f"store {store!r}" if store else {"pool": "memory", "all": "memory and ALL stores"}[where or ""]
-    _confirm(yes, f"Remove all pages of {whose} from {what} at {session.client.endpoint}?")
+    _confirm(yes, f"Remove all pages of {whose} from {what} at {session.client.where}?")
     show_job(session.client, watch(session.client, "/clear", request, "clearing"), session.as_json)
 
 
@@ -226,7 +213,7 @@ def clear(session: Session, *, where: str | None, store: str | None, namespace: 
 @_TOKENS
 @_NAMESPACE
 @click.option("--ttl", type=DURATION, default=PIN_TTL_S, help="Lifetime, such as 12h; default 1h.")
-@_with_session
+@click.pass_obj
 def pin(session: Session, keys: tuple[str, ...], tokens_file: Path | None, namespace: str, ttl: float) -> None:
     """Keep a chain in memory: KEYS in the order of the chain (daemon), or a prompt prefix by --tokens (engine).
 
@@ -246,7 +233,7 @@ def pin(session: Session, keys: tuple[str, ...], tokens_file: Path | None, names
 
 @ctl.command()
 @click.argument("pin_id", metavar="PIN")
-@_with_session
+@click.pass_obj
 def unpin(session: Session, pin_id: str) -> None:
     """End the pin PIN; `pin` without arguments lists them."""
     if not pin_id.isalnum():
@@ -266,10 +253,10 @@ def unpin(session: Session, pin_id: str) -> None:
 @click.option("--rate", "rate_bytes_per_s", type=SIZE, help="Limit of bytes read per second, such as 200MiB.")
 @click.option("--dry-run", is_flag=True, help="Read no pages; print the result with enough free memory.")
 @click.option("--background", is_flag=True, help="Return at once; `jobs` shows the progress.")
-@_with_session
+@click.pass_obj
 def warm(
-    session: Session, *, keys: tuple[str, ...], tokens_file: Path | None, prompts_file: Path | None, background: bool,
-    **entries: Any,
+    session: Session, /, *, keys: tuple[str, ...], tokens_file: Path | None, prompts_file: Path | None,
+    background: bool, **entries: Any,
 ) -> None:  # fmt: skip
     """Read chains from storage into free memory, so that the first requests hit: L2 of an engine, or a daemon's pool.
 
@@ -291,7 +278,7 @@ def warm(
 
 @ctl.command()
 @_STORE
-@_with_session
+@click.pass_obj
 def attach(session: Session, store: str | None) -> None:
     """Open the configured storage, or only its part STORE, and use it instead of the current storage.
 
@@ -304,13 +291,13 @@ def attach(session: Session, store: str | None) -> None:
 @ctl.command()
 @_STORE
 @_YES
-@_with_session
+@click.pass_obj
 def detach(session: Session, store: str | None, yes: bool) -> None:
     """Close the storage and continue without it: every page that is not in memory is a miss.
 
     Use it for work on a store that must not be open. STORE may name a single store; for one of several, use bypass.
     """
-    _confirm(yes, f"Close the storage at {session.client.endpoint}?")
+    _confirm(yes, f"Close the storage at {session.client.where}?")
     session.client.post("/detach", StoreRequest(store=store), type(None))
     session.done("detached; `hicache ctl attach` opens the storage again")
 
@@ -318,7 +305,7 @@ def detach(session: Session, store: str | None, yes: bool) -> None:
 @ctl.command()
 @_STORE
 @click.option("--end", is_flag=True, help="End the bypass; the breaker decides again.")
-@_with_session
+@click.pass_obj
 def bypass(session: Session, store: str | None, end: bool) -> None:
     """Stop reads and writes of STORE, or of all stores. The stores stay open."""
     mode = Override.AUTO if end else Override.OFF
@@ -330,7 +317,7 @@ def bypass(session: Session, store: str | None, end: bool) -> None:
 @click.argument("store")
 @click.argument("mode", type=click.Choice([mode.value for mode in Override]))
 @click.option("--direction", type=click.Choice([way.value for way in Direction]), help="Default: both.")
-@_with_session
+@click.pass_obj
 def breaker(session: Session, store: str, mode: str, direction: str | None) -> None:
     """Force the breaker of STORE (or "all"): `on` allows every call, `off` rejects all, `auto` lets it decide."""
     way = None if direction is None else Direction(direction)
@@ -344,7 +331,7 @@ def breaker(session: Session, store: str, mode: str, direction: str | None) -> N
 @click.option("--rate", type=SIZE, help="Limit of bytes read per second, such as 200MiB.")
 @click.option("--remove", is_flag=True, help="Remove damaged pages. A removed page is a miss.")
 @click.option("--background", is_flag=True, help="Return at once; `jobs` shows the progress.")
-@_with_session
+@click.pass_obj
 def scrub(session: Session, *, store: str | None, rate: int | None, remove: bool, background: bool) -> None:
     """Read and verify every page of STORE, or of all stores, in the background of the daemon or engine.
 
@@ -361,7 +348,7 @@ def scrub(session: Session, *, store: str | None, rate: int | None, remove: bool
 @ctl.command()
 @click.argument("namespace", required=False, type=NamespacePrefix())
 @click.argument("size", required=False)
-@_with_session
+@click.pass_obj
 def quota(session: Session, namespace: str | None, size: str | None) -> None:
     """Show the quotas, or limit NAMESPACE to SIZE of the daemon's pool, such as 4GiB; `none` removes the limit."""
     if namespace is not None and size is None:
@@ -375,7 +362,7 @@ def quota(session: Session, namespace: str | None, size: str | None) -> None:
 
 @ctl.command()
 @click.argument("level", required=False, type=click.Choice(["debug", "info", "warning", "error"]))
-@_with_session
+@click.pass_obj
 def logs(session: Session, level: str | None) -> None:
     """Show the log level, or set it until the process ends."""
     if level is not None:
@@ -387,11 +374,11 @@ def logs(session: Session, level: str | None) -> None:
 @ctl.command()
 @click.argument("job", required=False)
 @click.option("--cancel", is_flag=True, help="Cancel JOB.")
-@_with_session
+@click.pass_obj
 def jobs(session: Session, job: str | None, cancel: bool) -> None:
     """List jobs, or follow JOB until it ends."""
     if job is None:
-        found = ctl_view.jobs_of(session.client)
+        found = session.client.get("/jobs", list[Job])
         session.show(found, ctl_view.job_lines(found))
         return
     if not job.isalnum():

@@ -33,24 +33,26 @@ _NOT_AN_ADMIN_SURFACE = "is not an admin surface; correct --socket, --url or -c 
 
 
 @dataclass(frozen=True, slots=True)
-class Endpoint:
-    """The address of an admin surface: a Unix socket, or a URL `http(s)://host:port`. `ca_file`, and `certificate` with
-    its `key`, are for https."""
+class Address:
+    """The address options of `ctl`: a Unix socket, a URL `http(s)://host:port`, or a configuration that names them. One
+    with `admin.socket` is an engine's, any other a daemon's. `ca_file`, and `certificate` with its `key`, are for
+    https."""
 
     socket: Path | None = None
-    url: str = ""
+    url: str | None = None
+    config_file: Path | None = None
+    token_file: Path | None = None
     ca_file: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
 
-    def __str__(self) -> str:
-        return self.url or str(self.socket)
-
     def server(self) -> Server:
-        """Return the server for a ConnectionPool. Raises ConfigError."""
-        if self.socket is not None:
-            path = os.fspath(self.socket)  # root operates the daemons of other users
+        """Return the server for a ConnectionPool. Raises InvalidInput and ConfigError."""
+        if self.url is None:
+            path = os.fspath(self._socket())  # root operates the daemons of other users
             return Server("localhost", 0, None, "", "", CONNECT_TIMEOUT_S, TIMEOUT_S, path, of_any_user=True)
+        if self.socket is not None:
+            raise InvalidInput("pass one of --socket and --url, not both")
         try:
             url = split_url(self.url, HTTP_PORTS)
         except ValueError as error:
@@ -62,33 +64,13 @@ class Endpoint:
         return Server(url.host, url.port, tls, url.host, "", CONNECT_TIMEOUT_S, TIMEOUT_S)
 
 
-@dataclass(frozen=True, slots=True)
-class Address:
-    """The address options of `ctl`: a socket, a URL, or a configuration that names them. One with `admin.socket` is an
-    engine's, any other a daemon's."""
-
-    socket: Path | None
-    url: str | None
-    config_file: Path | None
-    token_file: Path | None
-    ca_file: Path | None
-    certificate: Path | None
-    key: Path | None
-
-    def endpoint(self) -> Endpoint:
-        """Return the endpoint. Raises InvalidInput and ConfigError."""
-        if sum(address is not None for address in (self.socket, self.url)) > 1:
-            raise InvalidInput("pass one of --socket and --url, not both")
-        if self.url is not None:
-            return Endpoint(url=self.url, ca_file=self.ca_file, certificate=self.certificate, key=self.key)
-        if self.socket is not None:
-            return Endpoint(self.socket)
-        config = self._config()
-        socket = None if config is None else config.admin.socket or config.daemon.socket
-        socket = socket or default_socket()
+    def _socket(self) -> Path:
+        config = self._config() if self.socket is None else None
+        configured = None if config is None else config.admin.socket or config.daemon.socket
+        socket = self.socket or configured or default_socket()
         if socket is None:
             raise ConfigError("the system has no directory for this user's sockets (XDG_RUNTIME_DIR); pass --socket")
-        return Endpoint(socket)
+        return socket
 
     def token(self) -> Rotated[str | None]:
         """Return the admin token, from --token-file or the configuration, or None. Raises ConfigError."""
@@ -107,12 +89,12 @@ class Address:
 
 
 class AdminClient:
-    """A client of the admin surface at `endpoint`. `token` returns the current token, or None. Raises
-    BackendUnavailable without an answer, and AdminError if the server rejects a request."""
+    """A client of the admin surface at an address, `where` for messages. `token` returns the current token, or None.
+    Raises BackendUnavailable without an answer, and AdminError if the server rejects a request."""
 
-    def __init__(self, endpoint: Endpoint, token: Callable[[], str | None]) -> None:
-        self.endpoint = endpoint
-        self._server = server = endpoint.server()
+    def __init__(self, address: Address, token: Callable[[], str | None]) -> None:
+        self._server = server = address.server()
+        self.where = address.url or server.socket
         self._pool = ConnectionPool(server)
         self._headers = {"host": f"{server.host}:{server.port}", "content-type": "application/json"}
         self._token = token
@@ -153,26 +135,23 @@ class AdminClient:
             status, answer = self._pool.exchange(head, [memoryview(data)] if data else [], read, deadline,
                                                  may_repeat=method == "GET")  # fmt: skip
         except StoreError as error:
-            raise self._unavailable(error) from error
+            why = explain(error, _OPTIONS, self._server)
+            raise BackendUnavailable(f"{self.where}: {why}") from error
         if 200 <= status < 300:
             return answer
         try:
             refusal = Refusal.model_validate_json(answer)
         except ValidationError:
-            raise BackendUnavailable(f"{self.endpoint}: answers {status}, so it {_NOT_AN_ADMIN_SURFACE}") from None
+            raise BackendUnavailable(f"{self.where}: answers {status}, so it {_NOT_AN_ADMIN_SURFACE}") from None
         raise AdminError(refusal.error, refusal.detail)
-
-    def _unavailable(self, error: StoreError) -> BackendUnavailable:
-        why = explain(error, _OPTIONS, self._server)
-        return BackendUnavailable(f"{self.endpoint}: {why}")
 
     def _typed(self, kind: type[Answer], data: bytes) -> Answer:
         try:
             return TypeAdapter(kind).validate_json(data or b"null")
         except ValidationError as error:
             if any(problem["type"] == "json_invalid" for problem in error.errors()):
-                raise BackendUnavailable(f"{self.endpoint}: {_NOT_AN_ADMIN_SURFACE}") from error
+                raise BackendUnavailable(f"{self.where}: {_NOT_AN_ADMIN_SURFACE}") from error
             raise BackendUnavailable(
-                f"{self.endpoint}: its answer is from another version ({error.error_count()} differences); use the ctl "
+                f"{self.where}: its answer is from another version ({error.error_count()} differences); use the ctl "
                 "of its version"
             ) from error

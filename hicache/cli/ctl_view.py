@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from ..admin.models import BreakerStatus, Job, Lookup, PinStatus, Quota, Status, StoreStatus
 from ..backends.guard import HealthState, grouped
 from ..units import counted, format_share, format_size
-from .ctl_client import AdminClient
 from .progress import format_age
 from .tables import table
 
@@ -147,11 +146,6 @@ def quota_lines(quotas: Sequence[Quota]) -> Iterator[str]:
         for one in quotas
     ]  # fmt: skip
     yield from table(["namespace", "quota>", "used>", "share>"], rows)
-
-
-def jobs_of(client: AdminClient) -> list[Job]:
-    """Return all jobs of the server."""
-    return client.get("/jobs", list[Job])
 
 
 def job_lines(jobs: Sequence[Job]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hicache.admin.models import JobState, ScrubRequest
-from hicache.cli.ctl_client import AdminClient, Endpoint
+from hicache.cli.ctl_client import Address, AdminClient
 from hicache.cli.ctl_jobs import watch
 from tests.admin.ctl import Ctl
 from tests.admin.running import DIGEST, IDS, KEYS, PROMPT, RunningEngine
@@ -157,7 +157,7 @@ class Interrupted(AdminClient):
 @pytest.mark.usefixtures("ctl")
 def test_an_interrupt_while_a_job_is_being_started_cancels_it(levels: RunningEngine) -> None:
     request = ScrubRequest(store="disk", rate_bytes_per_s=4096)
-    with closing(Interrupted(Endpoint(levels.config.admin.socket), lambda: None)) as client:
+    with closing(Interrupted(Address(levels.config.admin.socket), lambda: None)) as client:
         assert watch(client, "/scrub", request).state is JobState.CANCELLED
     assert [job["state"] for job in levels.ask("GET", "/jobs")] == ["cancelled"]
 

@@ -104,8 +104,8 @@ def test_a_client_of_the_admin_surface_uses_a_replaced_token(start: Callable[...
     served, mounted = (MountedSecret(tmp_path / name, {"admin": OPERATORS}) for name in ("served", "mounted"))
     daemon = start(admin_token_file=str(served["admin"]))
     url = f"http://{LOOPBACK}:{daemon.port}"
-    address = Address(None, url, None, mounted["admin"], None, None, None)
-    with contextlib.closing(AdminClient(address.endpoint(), address.token().get)) as client:
+    address = Address(url=url, token_file=mounted["admin"])
+    with contextlib.closing(AdminClient(address, address.token().get)) as client:
         assert client.get("/status", Status).kind == "daemon"
         served.replace({"admin": NEW})
         wait_for(lambda: READ_AGAIN in daemon.log)

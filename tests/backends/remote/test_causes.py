@@ -21,7 +21,7 @@ from hicache.backends.errors import ErrorKind
 from hicache.backends.remote import RemoteDriver
 from hicache.backends.remote.client import kinds_of
 from hicache.backends.testing import store_of
-from hicache.cli.ctl_client import AdminClient, Endpoint
+from hicache.cli.ctl_client import Address, AdminClient
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.errors import AdminError, BackendError, BackendUnavailable, HiCacheError
 from hicache.frame import FrameCodec
@@ -102,7 +102,7 @@ def of_engine(codec: FrameCodec = CODEC, **options: Any) -> HiCacheError:
 
 def of_ctl(token: str | None = None, **address: Any) -> HiCacheError:
     """Return the error of `hicache ctl status` at this address."""
-    client = AdminClient(Endpoint(**address), lambda: token)
+    client = AdminClient(Address(**address), lambda: token)
     with contextlib.closing(client), pytest.raises((BackendUnavailable, AdminError)) as caught:
         client.get("/status", Status)
     return caught.value
@@ -232,10 +232,10 @@ _AS_OTHER = """
 import os, sys
 from pathlib import Path
 from hicache.admin.models import Status
-from hicache.cli.ctl_client import AdminClient, Endpoint
+from hicache.cli.ctl_client import Address, AdminClient
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 try:
-    AdminClient(Endpoint(Path(sys.argv[1])), lambda: None).get("/status", Status)
+    AdminClient(Address(Path(sys.argv[1])), lambda: None).get("/status", Status)
 except Exception as error:
     print(error)
 """
