@@ -10,6 +10,8 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
+from logging.handlers import BufferingHandler
 from pathlib import Path
 
 import click
@@ -69,7 +71,7 @@ def doctor(  # noqa: PLR0917 - the options
     else:
         subject = Subject(config, parts, None if model is None else model_shape(model, kv_dtype))
     hung = False
-    with _warnings() as lines, interrupted_by_signals():
+    with _warnings() as records, interrupted_by_signals():
         rows = [] if sglang is None else [*sglang.rows(config, subject.model)]
         rows += [row for check in (*CHECKS, certificates) for row in _rows(check, subject)]
         if config.storage is None:
@@ -78,9 +80,9 @@ def doctor(  # noqa: PLR0917 - the options
             rows += found
             hung |= hangs
     failed = any(row.verdict is Verdict.FAIL for row in rows)
-    rows += [] if failed else [Row("log", Verdict.WARN, line) for line in lines[:_LOG_LINES_MAX]]
+    rows += [] if failed else [Row("log", Verdict.WARN, one.getMessage()) for one in records[:_LOG_LINES_MAX]]
     if as_json:
-        print_json({"version": __version__, "failed": failed, "rows": [_document(row) for row in rows]})
+        print_json({"version": __version__, "failed": failed, "rows": [asdict(row) for row in rows]})
     else:
         click.echo(printable("\n".join(_lines(rows))))
     if hung:  # a thread that hangs in a library would keep the process
@@ -126,36 +128,18 @@ def _stores(subject: Subject, prefill: int | None) -> Iterator[tuple[list[Row], 
         yield [*check.rows, *hang], bool(hang)
 
 
-class _Lines(logging.Handler):
-    """Collects messages of the log."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.lines: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """See Handler."""
-        self.lines.append(record.getMessage())
-
-
 @contextmanager
-def _warnings() -> Iterator[list[str]]:
+def _warnings() -> Iterator[list[logging.LogRecord]]:
     """Collect the warnings in the log instead of writing them between the rows."""
-    logger, handler = logging.getLogger("hicache"), _Lines()
+    logger, handler = logging.getLogger("hicache"), BufferingHandler(sys.maxsize)
+    handler.setLevel(logging.WARNING)
     was, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:
-        yield handler.lines
+        yield handler.buffer
     finally:
         logger.removeHandler(handler)
         logger.propagate = was
-
-
-def _document(row: Row) -> dict[str, object]:
-    return {
-        "check": row.check, "verdict": row.verdict.value, "finding": row.finding, "advice": row.advice,
-        "figures": dict(row.figures),
-    }  # fmt: skip
 
 
 def _lines(rows: list[Row]) -> Iterator[str]:

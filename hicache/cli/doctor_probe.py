@@ -17,12 +17,13 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ..backends.base import GetOutcome
 from ..backends.errors import StoreError
-from ..backends.guard.health import REJECTED
+from ..backends.guard.health import REJECTED, HealthState
+from ..backends.guard.health import problem as advice_for
 from ..backends.opening import StorageOpener
 from ..backends.storage import Storage
 from ..cache.break_even import BreakEven, Line, RateEstimator, Route
@@ -46,25 +47,6 @@ _LABEL = "hicache doctor"
 # A prefix of a usual length, and the bus of a GPU (PCIe 4.0 x16), if the configuration does not set its speed.
 _PREFIX_TOKENS = 8192
 _BUS_BYTES_PER_S = 20 << 30
-_ADVICE: Mapping[str, str] = {
-    "connection_refused": "start the server, or correct its address",
-    "unreachable": "start the server, or correct its address",
-    "dns": "correct the name of the server, or the resolver of this machine",
-    "timeout": "the server accepts and does not answer: see whether it works, and whether a firewall is between",
-    "deadline": "see whether the server works; it did not answer in time",
-    "wrong_credentials": "correct the user and the password or keys; the row above has their source",
-    "access_denied": "allow this user to list, read, write and remove below the prefix",
-    "too_large": "raise the limit of the server, or of a proxy before it, for the size of values, or lower page_size",
-    "node_down": "start the nodes that `hicache ctl status` or the log of an engine names",
-    "certificate_expired": "renew the certificate of the server or of this client, or set the clock",
-    "tls": "correct ca_file and the certificates; the server's must have the configured name",
-    "protocol": "another service listens at this address; correct it",
-    "no_bucket": "create the bucket, or correct its name",
-    "wrong_region": "set region to that of the bucket",
-    "clock_skew": "set the clock of this machine",
-    "no_space": "free space, or lower capacity and free_space_floor",
-    "read_only": "use the primary; this server does not accept writes",
-}  # fmt: skip
 
 
 @dataclass(slots=True)
@@ -147,9 +129,7 @@ class StoreCheck:
         """Turn an exception into a row."""
         try:
             yield
-        except StoreError as error:
-            self.rows.append(Row(check, Verdict.FAIL, str(error), _ADVICE.get(error.kind, "")))
-        except (BackendError, ConfigError) as error:
+        except (BackendError, ConfigError, StoreError) as error:
             self.rows.append(Row(check, Verdict.FAIL, str(error)))
         except Exception as error:  # a thread ends here, and a backend of another package may raise anything
             self.rows.append(Row(check, Verdict.FAIL, f"{type(error).__name__}: {error}", "this is a bug: report it"))
@@ -205,12 +185,10 @@ class StoreCheck:
         if measured.left:
             problem = f"{problem}; " * bool(problem) + f"{counted(measured.left, 'page')} could not be removed"
         if problem:
-            advice = next((_ADVICE[kind] for kind in kinds if kind in _ADVICE), "")
-            if REJECTED in problem:
-                advice = "the store is full, or too small for one page: see its capacity and its volume"
             causes = [REJECTED, *kinds] if REJECTED in problem else kinds
-            words = (one.explanation(cause) for one in backend.stores for cause in causes)
-            advice = next(filter(None, words), advice).removeprefix("; ")
+            words = [one.explanation(cause) for one in backend.stores for cause in causes]
+            words += [advice_for(HealthState.KEEPS_NOTHING, 0.0, cause).advice for cause in causes]
+            advice = next(filter(None, words), "").removeprefix("; ")
             if measured.left:
                 advice = f"remove them: hicache purge STORE --namespace {self.namespace.hex()[:12]}"
             return Row(name, Verdict.FAIL, f"{problem} (errors: {', '.join(kinds) or 'none'})", advice, figures)

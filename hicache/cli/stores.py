@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from pydantic_core import to_jsonable_python
 
 from ..backends.registry import BackendSpec, open_stored, part_specs
 from ..backends.shared_files.root import is_shared_store
@@ -176,12 +176,4 @@ def amount(pages: int, size_bytes: int) -> str:
 
 def print_json(document: dict[str, Any]) -> None:
     """Print a document as JSON, in which a number that is not finite is null."""
-    click.echo(json.dumps(_finite(document), indent=2, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _finite(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(one) for one in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    click.echo(json.dumps(to_jsonable_python(document, inf_nan_mode="null"), indent=2, allow_nan=False))
