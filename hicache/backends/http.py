@@ -334,15 +334,6 @@ def read_small(connection: Connection, head: Head, bytes_max: int, deadline: flo
     return body
 
 
-def _early_reply(connection: Connection, deadline: float, error: OSError) -> Head:
-    """Return the error reply of a server that stopped reading the body. Raises StaleConnection if there is no reply.
-    """
-    try:
-        return connection.read_head(deadline)
-    except (ConnectionError, ssl.SSLError):
-        raise StaleConnection from error
-
-
 # struct ucred of Linux: process, user, group.
 _PEER = struct.Struct("3i")
 
@@ -400,7 +391,10 @@ class ConnectionPool:
                     connection.send(head, body, deadline)
                     reply = connection.read_head(deadline)
                 except (ConnectionResetError, BrokenPipeError, ssl.SSLEOFError, ssl.SSLZeroReturnError) as error:
-                    reply = _early_reply(connection, deadline, error)
+                    try:
+                        reply = connection.read_head(deadline)  # of a server that stopped reading the body
+                    except (ConnectionError, ssl.SSLError):
+                        raise StaleConnection from error
                 return read(connection, reply)
             except OSError as error:
                 raise StoreError(kind_of_exception(error), words_of_exception(error)) from error
