@@ -29,7 +29,7 @@ from ..pages import PageReads, PageWrites
 from .batches import Reads, Writes
 from .channel import Channel, Reply
 from .connect import Connector
-from .errors import FULL, ErrorReply, explanation, unavailable
+from .errors import ADVICE, FULL, ErrorReply, unavailable
 from .options import Access, open_access
 from .pipeline import YES, RedisContext, StoredValue, exists, failures, flags, unlink, unlink_same
 from .pool import Pool, Pools, Purpose
@@ -223,7 +223,7 @@ class RedisDriver:
 
     def explanation(self, kind: str) -> str:
         """See ExplainsErrors."""
-        return explanation(kind)
+        return ADVICE.get(kind, "")
 
     def incidents(self) -> Incidents:
         """See HasIncidents."""

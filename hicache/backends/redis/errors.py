@@ -43,7 +43,7 @@ _COMMANDS = frozenset(
     b"SENTINEL|REPLICAS GET GETEX SET EXISTS TOUCH PEXPIRE UNLINK EVAL TYPE STRLEN GETRANGE SCAN DBSIZE INFO OBJECT "
     b"OBJECT|IDLETIME".split()
 )
-_ADVICE: Mapping[str, str] = {
+ADVICE: Mapping[str, str] = {
     ErrorKind.DEADLINE: "it did not answer in time; check that it is not stopped or overloaded",
     ErrorKind.TIMEOUT: "it did not answer in time; check address, firewall, redis:// against rediss://, and that it is "
     "not stopped or overloaded",
@@ -130,12 +130,7 @@ def failure_of(error: OSError) -> StoreError:
     return StoreError(kind_of_exception(error), text.partition(",")[0])
 
 
-def explanation(kind: str) -> str:
-    """See ExplainsErrors."""
-    return _ADVICE.get(kind, "")
-
-
 def unavailable(failure: StoreError, where: str) -> BackendUnavailable:
     """Return the error that a constructor raises: the address, the failure, and the advice for it."""
     detail = f" ({failure.detail})" if failure.detail else ""
-    return BackendUnavailable(f"redis at {where}: {failure.kind}{detail}: {_ADVICE.get(failure.kind, _NO_ADVICE)}")
+    return BackendUnavailable(f"redis at {where}: {failure.kind}{detail}: {ADVICE.get(failure.kind, _NO_ADVICE)}")
