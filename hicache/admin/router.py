@@ -26,7 +26,7 @@ from ..errors import AdminError, BackendError, ConfigError, HiCacheError, Invali
 from ..logs import LimitedLog
 from ..supervised import Beat, SupervisedPool
 from ..units import counted, format_size
-from . import warmup, work
+from . import work
 from .access import PEER, AdminAccess
 from .jobs import Jobs
 from .models import (
@@ -240,7 +240,7 @@ def _add_jobs(router: APIRouter, target: AdminTarget, jobs: Jobs, calls: _Calls)
         """Read chains from storage into free memory, as a job."""
         what = f"{'dry run of a warm-up' if body.dry_run else 'warm-up'} {_chains(body)}{_whose(body.namespace)}"
         request.state.what = what
-        steps = await calls.run(lambda: warmup.warm(target, body))
+        steps = await calls.run(lambda: work.warm(target, body))
         return jobs.submit(JobKind.WARM, what, steps, ended)
 
     @router.get("/jobs")

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from hicache.admin import serve_configured, warmup
+from hicache.admin import serve_configured, work
 from hicache.admin.embedded import AdminServer
 from hicache.cache import HostCache, create_host_cache
 from hicache.cache.mailbox import Mailbox
@@ -99,7 +99,7 @@ def test_a_warm_up_stops_when_memory_is_full_and_evicts_nothing(tmp_path: Path) 
 
 
 def test_a_long_prompt_arrives_in_pieces(cold: RunningEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warmup, "PIECE_BYTES", 3 * FRAME_BYTES)
+    monkeypatch.setattr(work, "PIECE_BYTES", 3 * FRAME_BYTES)
     progress = cold.job("/warm", {"prompts": [TOKENS]})["progress"]
     assert (progress["pages"], progress["bytes"]) == (4, 4 * FRAME_BYTES)
 
