@@ -54,8 +54,7 @@ from .protocol import (
 )
 from .refusal import Refused
 from .staging import Staging
-from .statistics import NodeState
-from .status import status_json
+from .statistics import NodeState, status_json
 
 T = TypeVar("T")
 

@@ -17,6 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from ..backends.base import GetOutcome, SetOutcome
 from ..backends.errors import ErrorKind
+from ..backends.remote.bodies import OUTCOME_BYTES
 from ..frame import NO_PARENT, FrameCodec, FrameHeader, TagKind
 from ..frame.header import HEADER_BYTES
 from ..keys import PAGE_KEY_BYTES
@@ -24,9 +25,6 @@ from .namespace import Namespace
 from .node import Node
 from .refusal import Refused
 from .staging import Staging
-
-# The outcome of a page, in the reply to `read`.
-OUTCOME_BYTES = {outcome: outcome.value[0].upper().encode() for outcome in GetOutcome}
 
 
 def _frames(piece: memoryview, frame_bytes: int) -> list[memoryview]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ..backends.rotated import Rotated, no_password
 from ..config.daemon import DaemonConfig, TlsConfig
@@ -34,15 +35,14 @@ def open_tokens(config: DaemonConfig, environ: Mapping[str, str]) -> Rotated[Tok
 
 def read_tokens(config: DaemonConfig, environ: Mapping[str, str]) -> Tokens:
     """Read both tokens. Raises ConfigError for an unreadable or invalid one, and if they are equal."""
-    data = _token("daemon: token", config.token_env, config, environ)
-    admin = _token("daemon: admin token", config.admin_token_env, config, environ)
+    data = _token("daemon: token", config.token_env, config.token_file, environ)
+    admin = _token("daemon: admin token", config.admin_token_env, config.admin_token_file, environ)
     if data is not None and data == admin:
         raise ConfigError("daemon: the admin token equals the clients' token; use a different one")
     return Tokens(data, admin)
 
 
-def _token(what: str, variable: str | None, config: DaemonConfig, environ: Mapping[str, str]) -> str | None:
-    path = config.admin_token_file if "admin" in what else config.token_file
+def _token(what: str, variable: str | None, path: Path | None, environ: Mapping[str, str]) -> str | None:
     token = read_secret(what, variable, path, environ)
     if token is not None and not (token.isascii() and token.isprintable()):
         raise ConfigError(f"{what}: is not printable ASCII; make one with: (umask 077; openssl rand -hex 32 > FILE)")

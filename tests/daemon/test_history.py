@@ -13,8 +13,7 @@ from hicache.backends.guard import BOUNDS_S
 from hicache.backends.guard.breaker import BreakerState
 from hicache.clock import Clock
 from hicache.daemon.history import FAULT_GAP_S, FAULTS_MAX, KEPT_S, SAMPLES_MAX, Fault, FaultKind, History, Sample
-from hicache.daemon.statistics import SharingStatistics
-from hicache.daemon.status import status_json
+from hicache.daemon.statistics import SharingStatistics, status_json
 from tests.daemon.snapshots import DIGEST, backend, breaker, guard, latency, namespace, node, store
 
 
