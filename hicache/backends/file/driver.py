@@ -6,7 +6,7 @@ accesses files; uses are recorded in memory and written to the index about once 
 of the last second. docs/formats/file_store.md specifies the format.
 
 Locking design: the threads of a SupervisedPool and the caller read and write pages, each page by one of them (see
-`PageReads`). `_state` guards `_uses` and `_errors` and is held for a few instructions; `_flush_after` and `_rejection`
+`PageReads`). `_state` guards `_uses` and `_errors` and is held for a few instructions; `_flush_after` and `rejection`
 are hints, written by any thread. Transactions start without `_state`; for `_capacity` see `CapacityManager`.
 """
 
@@ -87,7 +87,7 @@ class FileDriver:
         self._uses: dict[PageId, int] = {}
         self._uses_since = math.inf
         self._flush_after = -math.inf
-        self._rejection: str | None = None
+        self.rejection: str | None = None  # see ExplainsRejections
         self._errors: Counter[str] = Counter()
         self._store = FileStore(
             options.path, create=codec is not None, keep_damaged=codec is None, system=system, clock=clock
@@ -256,13 +256,8 @@ class FileDriver:
         used_us = None if pages.used_s is None else min(int(pages.used_s * 1e6), now_us(self._clock))
         writes.run(self._write_uses, used_us)
         if len(writes.present) < len(pages):
-            self._rejection = writes.rejection
+            self.rejection = writes.rejection
         self._note_uses(pages.codec.namespace, writes.present)
-
-    @property
-    def rejection(self) -> str | None:
-        """See ExplainsRejections."""
-        return self._rejection
 
     def remove(
         self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[Identity] | None = None
