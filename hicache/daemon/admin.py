@@ -37,7 +37,6 @@ from ..background import BackgroundTask
 from ..errors import AdminError
 from .namespace import Namespace
 from .node import Node
-from .statistics import NamespaceStatistics
 
 PINS_MAX = 4096
 QUOTAS_MAX = 4096
@@ -91,7 +90,14 @@ class NodeAdmin:
                 name="pool", capacity_bytes=pool.capacity_bytes, used_bytes=pool.used_bytes,
                 pinned_bytes=pool.pinned_bytes, pages=pool.pages,
             )],
-            namespaces=[_namespace_status(one) for one in found.namespaces],
+            namespaces=[
+                NamespaceStatus(
+                    namespace=one.namespace, label=one.label, weights_epoch=one.weights_epoch,
+                    pool_bytes=one.pool_bytes, quota_bytes=one.quota_bytes, pool_hits=one.sharing.pool_hits,
+                    store_hits=one.sharing.store_hits + one.sharing.shared_reads, misses=one.sharing.misses,
+                )
+                for one in found.namespaces
+            ],
             stores=stores,
             clients=[
                 ClientStatus(name=one.name, bytes=one.pages * one.frame_bytes, operations=one.operations,
@@ -252,11 +258,3 @@ class NodeAdmin:
         if quota_bytes is not None and digest not in self._node.quotas and len(self._node.quotas) >= QUOTAS_MAX:
             raise AdminError("too_many", f"the limit of {QUOTAS_MAX} quotas is reached; remove some")
         self._node.set_quota(digest, quota_bytes)
-
-
-def _namespace_status(one: NamespaceStatistics) -> NamespaceStatus:
-    return NamespaceStatus(
-        namespace=one.namespace, label=one.label, weights_epoch=one.weights_epoch, pool_bytes=one.pool_bytes,
-        quota_bytes=one.quota_bytes, pool_hits=one.sharing.pool_hits,
-        store_hits=one.sharing.store_hits + one.sharing.shared_reads, misses=one.sharing.misses,
-    )  # fmt: skip
