@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.testing import make_keys
-from hicache.cli.main import COMMANDS
+from hicache.cli.main import COMMANDS, LAB_COMMANDS
 from hicache.frame import FrameCodec
 from tests.cli.file_stores import fill
 
@@ -40,7 +40,7 @@ def page(tmp_path: Path) -> Path:
 
 
 def test_every_command_is_loaded_without_torch(tmp_path: Path) -> None:
-    assert failures([[name, "--help"] for name in sorted(set(COMMANDS) - {"demo"})], tmp_path) == "[]"
+    assert failures([[name, "--help"] for name in sorted({*COMMANDS, *LAB_COMMANDS} - {"demo"})], tmp_path) == "[]"
 
 
 def test_operators_commands_work_without_torch(tmp_path: Path, page: Path) -> None:
@@ -65,10 +65,10 @@ def failures(lines: list[list[str]], cwd: Path) -> str:
 
 
 @pytest.mark.parametrize("name", sorted(NEED_TORCH))
-def test_a_command_that_needs_torch_names_the_extra(name: str, tmp_path: Path) -> None:
+def test_a_command_that_needs_torch_says_so(name: str, tmp_path: Path) -> None:
     result = hicache(tmp_path, name)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
-    assert "needs the package torch; install the extra" in result.stderr
+    assert "needs the package torch; install torch" in result.stderr
 
 
 def test_importing_a_cache_without_torch_raises_an_error_that_names_the_extra(tmp_path: Path) -> None:
