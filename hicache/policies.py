@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 from .errors import InvalidInput
 
 # The number of requests that must use a run before `slru` protects it.
-SLRU_PROTECTED_HITS = 2
+_PROTECTED_HITS = 2
 
 # Above any tick of a tree's clock. Two criteria in one int compare in half the time of a tuple of two.
 TICK_BITS = 64
@@ -42,14 +42,6 @@ class RankPolicy:
     falls_on_use: bool = False
 
 
-def _slru(protected_hits: int) -> RankPolicy:
-    """Segmented LRU: runs that fewer than `protected_hits` requests used are evicted first, then least recently used.
-
-    Source: R. Karedla, J. S. Love, B. G. Wherry, "Caching strategies to improve disk system performance", 1994.
-    """
-    return RankPolicy(lambda node: ((node.hit_count >= protected_hits) << TICK_BITS) + node.last_access)
-
-
 POLICIES: dict[str, EvictionPolicy] = {
     # Least recently used first.
     "lru": RankPolicy(lambda node: node.last_access),
@@ -63,7 +55,9 @@ POLICIES: dict[str, EvictionPolicy] = {
     "filo": RankPolicy(lambda node: -node.created),
     # Lowest request priority first, then least recently used.
     "priority": RankPolicy(lambda node: (node.priority << TICK_BITS) + node.last_access),
-    "slru": _slru(SLRU_PROTECTED_HITS),
+    # Segmented LRU: runs that fewer requests used first, then least recently used. Source: R. Karedla, J. S. Love,
+    # B. G. Wherry, "Caching strategies to improve disk system performance", 1994.
+    "slru": RankPolicy(lambda node: ((node.hit_count >= _PROTECTED_HITS) << TICK_BITS) + node.last_access),
 }
 
 
@@ -76,16 +70,12 @@ def require_policy(name: str) -> str:
     return name
 
 
-def make_policy(name: str, *, slru_protected_hits: int = SLRU_PROTECTED_HITS) -> EvictionPolicy:
+def make_policy(name: str) -> EvictionPolicy:
     """Return the policy called `name`, or an instance of `module:Class`.
 
     Raises InvalidInput for an unknown name, and for a class that cannot be imported or is not a policy.
     """
     require_policy(name)
-    if slru_protected_hits < 1:
-        raise InvalidInput(f"slru: protected_hits must be at least 1, got {slru_protected_hits}")
-    if name == "slru":
-        return _slru(slru_protected_hits)
     if name in POLICIES:
         return POLICIES[name]
     module, _, attribute = name.partition(":")

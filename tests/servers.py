@@ -41,7 +41,7 @@ def _patience() -> Iterator[None]:
 
 def _patient(storage: Callable[..., Storage]) -> Callable[..., Storage]:
     def patient(server: DevService, **extra: Any) -> Storage:
-        return storage(server, **{"timeout": PATIENCE, "open_timeout": PATIENCE, **extra})
+        return storage(server, **{"timeout": PATIENCE, **extra})
 
     return patient
 

@@ -297,7 +297,7 @@ class Site:
 
     def _reload(self) -> None:
         self._reloads += 1
-        self.config["daemon"]["requests_max"] = 1000 + self._reloads
+        self.config["daemon"]["connections_max"] = 1000 + self._reloads
         self.daemon.configure(self.config)
         self.daemon.process.send_signal(signal.SIGHUP)
 

@@ -62,7 +62,7 @@ def test_a_port_that_is_not_valid_is_refused_wherever_a_configuration_names_one(
 
 @pytest.mark.parametrize("host", BAD_HOSTS)
 def test_a_host_that_is_not_valid_is_refused_wherever_a_configuration_names_one(host: str) -> None:
-    assert refused("metrics", {"host": host, "allow_remote": True})
+    assert refused("metrics", {"host": host})
     assert refused("events", {"endpoint": f"tcp://{host}:1"})
     assert storage_refused("redis", url=f"redis://{host}:1") and storage_refused("redis", cluster=[f"{host}:1"])
     assert storage_refused("s3", bucket="pages", endpoint_url=f"https://{host}:1")

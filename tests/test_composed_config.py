@@ -40,7 +40,7 @@ storage:
         name: remote
         options:
           parts:
-            - {type: memory, name: a, guard: {failures: 5, backoff_min: 250ms}}
+            - {type: memory, name: a, guard: {in_flight: 5MiB}}
             - {type: levels, name: b, options: {levels: [{type: memory}, {type: memory}], promote: false}}
     cascade_bytes_max: 1GiB
 """
@@ -68,7 +68,7 @@ def test_parts_are_storage_sections_with_a_name(load: Load) -> None:
     assert (first.name, second.name) == (None, "remote")
     a, b = second.storage.options.parts
     assert isinstance(a.storage, PluginStorage) and isinstance(b.storage, LevelsStorage)
-    assert (a.storage.guard.failures, a.storage.guard.backoff_min) == (5, 0.25)
+    assert a.storage.guard.in_flight == 5 << 20
     assert found.options.promote and not b.storage.options.promote
 
 
@@ -80,7 +80,7 @@ def test_the_backend_gets_the_values_of_the_section(load: Load) -> None:
     assert parts["file"].options == FileStorageOptions(path=Path("/fast"), capacity=5 << 30)
     assert list(parts) == ["file", "remote"]
     shards = part_specs("sharded", parts["remote"].options)
-    assert shards["a"].guard is not None and shards["a"].guard.failures == 5
+    assert shards["a"].guard is not None and shards["a"].guard.in_flight == 5 << 20
     assert list(part_specs("levels", shards["b"].options)) == ["memory", "memory-2"]
 
 
@@ -95,8 +95,8 @@ def test_a_composition_has_no_guard_and_its_parts_have_one_each(load: Load) -> N
     found = load(NESTED).storage
     assert isinstance(found, LevelsStorage)
     assert found.guard == GuardConfig()
-    with pytest.raises(ConfigError, match=r"storage\.guard\.failures: unknown entry"):
-        load(NESTED + "  guard: {failures: 5}\n")
+    with pytest.raises(ConfigError, match=r"storage\.guard\.in_flight: unknown entry"):
+        load(NESTED + "  guard: {in_flight: 5MiB}\n")
 
 
 MEMORY_2 = "{type: memory}, {type: memory}"

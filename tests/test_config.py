@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,10 @@ from pydantic import ValidationError
 from hicache.cli.config import effective_yaml
 from hicache.config import FileStorageOptions, HiCacheConfig, HostConfig, foreign, load_config, read_key_file
 from hicache.config.entries import all_entries, entry_names
+from hicache.config.guard import GuardConfig
 from hicache.config.integrity import IntegrityConfig
 from hicache.config.redis_storage import RedisStorage, RedisStorageOptions
+from hicache.config.removed import REMOVED
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.config.section import Section
 from hicache.config.storage import STORAGE_SECTIONS, FileStorage, PluginStorage
@@ -167,7 +170,7 @@ def test_a_section_built_by_a_program_is_checked_like_a_file() -> None:
     [
         ({"sessions": {"tll": 1}}, r"sessions\.tll: unknown entry; did you mean ttl\?"),
         ({"storage": {"type": "file", "options": {"path": "/x", "syncc": 1}}}, r"syncc: .* did you mean sync\?"),
-        ({"storage": {"type": "mine:Store", "guard": {"failurs": 1}}}, r"failurs: .* did you mean failures\?"),
+        ({"storage": {"type": "mine:Store", "guard": {"in_flght": 1}}}, r"in_flght: .* did you mean in_flight\?"),
         ({"ranks": {"x": 1}}, r"ranks\.x: unknown entry; there are deadline$"),
         ({"host": 5}, "host: is a section: write its entries .size, tokens, ratio, pin, shared. below it"),
         ({"storage": {"type": "mine:Store", "options": 5}}, "options: is a section: write its entries .by name."),
@@ -314,7 +317,7 @@ def test_a_variable_and_a_flag_need_a_unit_too(refused: Callable[..., list[str]]
 
 
 def test_zero_needs_no_unit_and_programs_pass_numbers(load: Load) -> None:
-    load("storage: {type: file, options: {path: /x, free_space_floor: 0}}\nprefetch: {timeout_base: 0}")
+    load("storage: {type: file, options: {path: /x, free_space_floor: 0}}\nprefetch: {timeout_per_1024_tokens: 0}")
     assert HostConfig(size=4096).size == 4096
 
 
@@ -419,11 +422,7 @@ def test_a_tier_of_one_page_is_valid(load: Load) -> None:
         ("device: {memory_fraction: 0}", "device.memory_fraction: must be more than 0.0"),
         ("device: {memory_fraction: 90%}", "device.memory_fraction: expected a number; got 90%"),
         ("integrity: {mac_key_file: a, mac_key_env: B}", "integrity: set at most one of"),
-        ("integrity: {previous_mac_key_file: a, previous_mac_key_env: B}", "integrity: set at most one of previous_"),
-        ("integrity: {previous_mac_key_file: a}", "integrity: previous_mac_key_file needs mac_key_file"),
-        ("storage_format: {previous_encryption_key_env: A}", "storage_format: previous_encryption_key_env needs"),
         ("storage_format: {encryption_key_file: a, encryption_key_env: B}", "storage_format: set at most one of"),
-        ("storage_format: {compression_level: 13}", "storage_format.compression_level: must be at most 12"),
         ("storage_format: {compression: gzip}", "storage_format.compression: expected 'none' or 'zstd'; got gzip"),
         ("page_size: 2000", "page_size: must be at most 1024; got 2000"),
         ("page_size: true", "page_size: True is not a number"),
@@ -455,8 +454,6 @@ def test_a_tier_of_one_page_is_valid(load: Load) -> None:
         ("storage: 5", "storage: is a section"),
         ("storage: {options: {path: /x}}", "storage.type: is missing"),
         ("storage: {type: file}", "storage.options: is missing"),
-        ("metrics: {host: 192.0.2.1}", "metrics: host '192.0.2.1' is not a loopback address"),
-        ("metrics: {host: example.org}", "metrics: host 'example.org' is not a loopback address"),
         ("1: 2", "1: an entry's name must be text"),
         ("[1, 2]", "must hold entries"),
         ("a: [", "is not valid YAML"),
@@ -477,11 +474,6 @@ def test_impossible_jobs_are_rejected_with_the_reason(
     assert "test.yaml" in line or line.startswith("integrity and")
 
 
-def test_a_remote_address_for_metrics_needs_to_be_allowed(load: Load) -> None:
-    assert load("metrics: {host: 192.0.2.1, allow_remote: true}").metrics.host == "192.0.2.1"
-    assert load("metrics: {host: '::1'}").metrics.host == "::1"
-
-
 def test_a_variable_that_is_not_text_is_refused(refused: Callable[..., list[str]]) -> None:
     (line,) = refused("", {"METRICS__HOST": "\udcff"})
     assert "not valid UTF-8" in line
@@ -490,8 +482,7 @@ def test_a_variable_that_is_not_text_is_refused(refused: Callable[..., list[str]
 @pytest.mark.parametrize("secret", [HEX_KEY, "hunter-2", "x" * 300])
 @pytest.mark.parametrize(
     "text",
-    ["integrity: {mac_key_env: %s}", "integrity: {previous_mac_key_env: %s}",
-     "storage_format: {encryption_key_env: %s}",
+    ["integrity: {mac_key_env: %s}", "storage_format: {encryption_key_env: %s}",
      "storage: {type: redis, options: {url: 'redis://h', password_env: %s}}",
      "storage: {type: redis, options: {url: 'redis://h', sentinel_password_env: %s}}",
      "storage: {type: levels, options: {levels: "
@@ -535,7 +526,8 @@ def test_a_key_file_holds_raw_bytes_or_hexadecimal_digits(tmp_path: Path, conten
     assert config.integrity.keys() == (bytes.fromhex(HEX_KEY),)
 
 
-@pytest.mark.parametrize("content", [b"", b"short", HEX_KEY.encode()[:-1], b"g" * 64, b"\0" * 33, b"a" * 4096])
+@pytest.mark.parametrize("content", [b"", b"short", HEX_KEY.encode()[:-1], b"g" * 64, b"\0" * 33, b"a" * 4096,
+                                     f"{HEX_KEY}\n{HEX_KEY[1:]}".encode(), f"{HEX_KEY}\n".encode() * 3])
 def test_a_key_file_without_a_key_is_refused_and_not_quoted(tmp_path: Path, content: bytes) -> None:
     with pytest.raises(ConfigError, match="is neither") as caught:
         read_key_file(_key_file(tmp_path / "key", content), "MAC key file")
@@ -570,7 +562,7 @@ LONG_NAME = "A_NAME_THAT_IS_TOO_LONG_TO_BE_SHOWN_" + "X" * 60
 @pytest.mark.parametrize("name", ["SECRET", "s3__secret", LONG_NAME])
 @pytest.mark.parametrize(
     "text",
-    ["integrity: {previous_mac_key_env: HICACHE_%s, mac_key_file: /x}",
+    ["integrity: {mac_key_env: HICACHE_%s}",
      "storage: {type: redis, options: {url: 'redis://h', password_env: HICACHE_%s}}",
      "storage: {type: s3, options: {bucket: pages, access_key_env: A, secret_key_env: HICACHE_%s}}",
      "storage: {type: 'mine:Store', options: {login: {token_env: HICACHE_%s}}}",
@@ -605,16 +597,92 @@ def test_a_variable_is_named_for_a_secret_by_another_variable_too(load: Load) ->
 
 
 def test_the_previous_key_comes_second(tmp_path: Path, load: Load) -> None:
-    path = _key_file(tmp_path / "key", HEX_KEY.encode())
     other = "cd" * 32
+    file = _key_file(tmp_path / "key", f"{HEX_KEY}\n{other}\n".encode())
     assert HiCacheConfig().integrity.keys({}) == HiCacheConfig().storage_format.keys({}) == ()
     for section, name in (("integrity", "mac_key"), ("storage_format", "encryption_key")):
-        text = f"{section}: {{{name}_file: {path}, previous_{name}_env: HICACHE_OLD_KEY}}"
-        config = load(text, {"OLD_KEY": other})
-        read = config.integrity.keys if name == "mac_key" else config.storage_format.keys
-        assert read({"HICACHE_OLD_KEY": other}) == (bytes.fromhex(HEX_KEY), bytes.fromhex(other))
-        with pytest.raises(ConfigError, match=f"is not set; export it, or remove {section}.previous_{name}_env"):
+        for text in (f"{section}: {{{name}_file: {file}}}", f"{section}: {{{name}_env: HICACHE_KEYS}}"):
+            config = load(text)
+            read = config.integrity.keys if name == "mac_key" else config.storage_format.keys
+            assert read({"HICACHE_KEYS": f"{HEX_KEY} {other}"}) == (bytes.fromhex(HEX_KEY), bytes.fromhex(other))
+        with pytest.raises(ConfigError, match=f"is not set; export it, or remove {section}.{name}_env"):
             read({})
+
+
+# Removed entries
+
+# Removed by a change of its own; then this name leaves the set.
+STILL_THERE = {"storage.guard.inject"}
+GONE = sorted(REMOVED.keys() - STILL_THERE)
+# What an entry of a store needs beside it.
+BUCKET: dict[str, Any] = {"type": "s3", "options": {"bucket": "pages"}}
+
+
+def nested(name: str, value: object) -> dict[str, Any]:
+    """Return the tree of a configuration with this entry."""
+    first, *rest = name.split(".")
+    inner = nested(".".join(rest), value) if rest else value
+    if first == "storage":
+        assert isinstance(inner, dict)
+        return {"storage": {**BUCKET, **inner, "options": BUCKET["options"] | inner.get("options", {})}}
+    return {first: inner}
+
+
+def in_parts(name: str, value: object) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the entry of a store in each kind of composition, and in one inside another one, with its path."""
+    part = {**nested(name, value)["storage"], "name": "a"}
+    below = name.removeprefix("storage.")
+    shards = {"type": "sharded", "options": {"parts": [{"type": "memory", "name": "b"}, part]}}
+    yield f"storage.options.parts.1.{below}", {"storage": shards}
+    yield f"storage.options.levels.0.{below}", {"storage": {"type": "levels", "options": {
+        "levels": [part, {"type": "memory"}]}}}  # fmt: skip
+    yield f"storage.options.levels.1.options.parts.1.{below}", {"storage": {"type": "levels", "options": {
+        "levels": [{"type": "memory"}, shards]}}}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_a_removed_entry_is_refused_in_each_source_with_what_replaced_it(
+    refused: Callable[..., list[str]], name: str
+) -> None:
+    expected = f"{name}: was removed in 0.2: {REMOVED[name]} ("
+    base = yaml.safe_dump({"storage": BUCKET}) if name.startswith("storage.") else ""
+    for where, source in (
+        ("file", (yaml.safe_dump(nested(name, 1)),)),
+        ("variable", (base, {name.replace(".", "__").upper(): "1"})),
+        ("flag", (base, None, {name: "1"})),
+    ):
+        (line,) = refused(*source)
+        assert line.startswith(expected) and where in line.removeprefix(expected)
+    with pytest.raises(ConfigError, match=re.escape(f"{name}: was removed in 0.2: {REMOVED[name]}")):
+        HiCacheConfig(**nested(name, 1))
+
+
+@pytest.mark.parametrize("name", [name for name in GONE if name.startswith("storage.")])
+def test_a_removed_entry_of_a_store_is_refused_in_parts(refused: Callable[..., list[str]], name: str) -> None:
+    for path, tree in in_parts(name, 1):
+        (line,) = refused(yaml.safe_dump(tree))
+        assert line.startswith(f"{path}: was removed in 0.2: {REMOVED[name]} (")
+
+
+def test_all_entries_of_a_removed_section_are_refused(refused: Callable[..., list[str]]) -> None:
+    lines = refused("schedule: {policy: fcfs, deep: {er: 1}}")
+    assert [line.partition(": was removed in 0.2: the engine schedules;")[0] for line in lines] == [
+        "schedule.deep.er", "schedule.policy"
+    ]  # fmt: skip
+
+
+def test_a_section_built_by_a_program_refuses_its_removed_entries() -> None:
+    with pytest.raises(ConfigError, match=r"^GuardConfig: retry_share: was removed in 0\.2: one call in ten"):
+        GuardConfig(retry_share=0.5)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="S3StorageOptions: open_timeout: was removed"):
+        S3StorageOptions(bucket="pages", open_timeout=1)  # type: ignore[call-arg]
+
+
+def test_no_removed_entry_exists() -> None:
+    names = {name for kind in STORAGE_SECTIONS for name in entry_names(kind)}
+    assert not names & set(GONE)
+    assert not [name for name in names for gone in GONE if name.startswith(f"{gone}.")]
+    assert names & STILL_THERE, "remove these names from the set"
 
 
 # Anything at all

@@ -101,7 +101,7 @@ def test_a_hostile_value_in_any_entry_is_accepted_or_rejected(ready: Path, seed:
 STORES: dict[str, dict[str, Any]] = {
     "file": {"capacity": "1MiB", "free_space_floor": 0},
     "redis": {"url": "redis://127.0.0.1:1", "timeout": "200ms"},
-    "s3": {"bucket": "pages", "endpoint_url": "http://127.0.0.1:1", "timeout": "200ms", "connect_timeout": "200ms"},
+    "s3": {"bucket": "pages", "endpoint_url": "http://127.0.0.1:1", "timeout": "200ms"},
     "memory": {"capacity": 1 << 20},
 }
 # Sizes of memory: a hostile one may be there.

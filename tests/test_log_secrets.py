@@ -22,12 +22,14 @@ from hicache.backends.testing import NAMESPACE as NAMESPACE_DIGEST
 from hicache.backends.testing import PAYLOAD_BYTES, empty_frames, make_keys, soon
 from hicache.cache.report import CacheLog
 from hicache.config import HiCacheConfig
+from hicache.config.guard import GuardConfig
 from hicache.frame import FrameCodec
 from hicache.keys import RadixKey
 from hicache.logs import set_up_logging, shortened
 from tests.cache.world import GEOMETRY, NAMESPACE, World
 from tests.daemon.daemons import NAMESPACE as NAMESPACE_OF_DAEMON
 from tests.daemon.daemons import TOKEN, Daemon, keys_of, write
+from tests.tuned import tuned
 from tests.waiting import wait_for
 
 MAC_KEY = "5ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2e75ec2"
@@ -64,7 +66,7 @@ def test_the_log_of_a_cache_with_faults_has_no_secret(tmp_path: Path, written: i
     config = HiCacheConfig.model_validate({
         "page_size": 4, "integrity": {"mac_key_env": "MAC"},
         "storage": {"type": "file", "options": {"path": str(tmp_path / "pages"), "free_space_floor": "0B"},
-                    "guard": {"failures": 2, "retry_share": 0, "damage_pages": 2}},
+                    "guard": tuned(GuardConfig, retry_share=0.0, damage_pages=2)},
     })  # fmt: skip
     opener = StorageOpener(config, {"MAC": MAC_KEY})
     codec = opener.codec(NAMESPACE.digest, GEOMETRY.payload_bytes, weights_epoch=0, label="llama")
@@ -115,17 +117,16 @@ def test_the_log_of_a_daemon_with_faults_has_no_secret(scratch: Path) -> None:
     daemon.configure(
         {"token_file": daemon.secret("token", TOKEN), "pool": "0B"},
         logging={"level": "debug"}, integrity={"mac_key_env": "MAC"},
-        storage={"type": "file", "options": {"path": str(path), "free_space_floor": "0B"},
-                 "guard": {"failures": 2, "retry_share": 0, "damage_pages": 2}},
+        storage={"type": "file", "options": {"path": str(path), "free_space_floor": "0B"}},
     )  # fmt: skip
     daemon.environ = {"MAC": MAC_KEY}
     daemon.start()
     try:
-        keys = keys_of(5)
+        keys = keys_of(GuardConfig.damage_pages)
         with contextlib.closing(daemon.client()) as client:
             assert client.open()[0] == 200
-            assert write(client, keys)[1]["outcomes"] == ["stored"] * 5
-            assert damage_all(path) == 5
+            assert write(client, keys)[1]["outcomes"] == ["stored"] * len(keys)
+            assert damage_all(path) == len(keys)
             assert client.verb("read", keys=keys)[0] == 200
             assert client.call("POST", "/v1/namespaces/" + "cd" * 32 + "/exists", {"keys": []})[0] in (404, 422)
         with contextlib.closing(daemon.tcp()) as stranger:

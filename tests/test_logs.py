@@ -39,6 +39,7 @@ from hicache.frame import FrameCodec
 from hicache.logs import LimitedLog, request_id, set_up_logging
 from hicache.supervised import SupervisedPool
 from hicache_lab.log_page import LogCall, entries, log_calls, page
+from tests.tuned import tuned
 from tests.waiting import wait_for
 
 
@@ -57,7 +58,7 @@ def clock() -> ManualClock:
 
 def make_guard(clock: ManualClock) -> tuple[Store, Faults]:
     faults, codec = Faults(clock=clock), FrameCodec(NAMESPACE, PAYLOAD_BYTES)
-    options = GuardConfig(failures=2, backoff_min="10s", backoff_max="10s", retry_share=0)
+    options = tuned(GuardConfig, failures=2, backoff_min=10.0, backoff_max=10.0, retry_share=0.0)
     return Store(MemoryDriver(), codec, options, name="disk", faults=faults, clock=clock), faults
 
 

@@ -51,7 +51,7 @@ def moved(repository: Path, name: str, tmp_path: Path, place: dict[str, Any] | N
             directory = str(tmp_path / f"pages-{number}")
             storage["options"] |= {"path": directory, "capacity": "1GiB", "free_space_floor": "0"}
         elif place is not None:
-            assert set(place) <= {*storage["options"], "socket", "open_timeout"}, "the ready file no longer says where"
+            assert set(place) <= {*storage["options"], "socket"}, "the ready file no longer says where"
             storage["options"] |= place
     path = tmp_path / name
     path.write_text(yaml.safe_dump(content), encoding="utf-8")

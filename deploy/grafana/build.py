@@ -139,7 +139,7 @@ STORAGE = (
           "ops",
           ((rate("backend_evicted_pages_total", "backend"), "{{instance}} {{backend}}"),
            (rate("backend_expired_pages_total", "backend"), "{{instance}} {{backend}} expired"))),
-    Panel("Retries", "Calls that were retried; storage.guard.retry_share limits them.", "ops",
+    Panel("Retries", "Calls that were retried, at most a tenth of all.", "ops",
           ((rate("backend_retried_calls_total", "backend", "direction"), "{{instance}} {{backend}} {{direction}}"),)),
 )  # fmt: skip
 
@@ -196,8 +196,7 @@ DAEMON = (
           ((quantile(0.5, "daemon_request_seconds", "operation"), "{{instance}} {{operation}}"),)),
     Panel("Request time, p99", "99th percentile of answer times. `get` and `set` include the time of the store.", "s",
           ((quantile(0.99, "daemon_request_seconds", "operation"), "{{instance}} {{operation}}"),)),
-    Panel("Memory of engines", "Memory of engines that the daemon has mapped. At daemon.memory_max it maps no more; "
-          "further engines send their pages through the socket.", "bytes",
+    Panel("Memory of engines", "Memory of engines that the daemon has mapped.", "bytes",
           (("hicache_daemon_client_memory_bytes{%s}", "{{instance}}"),)),
     Panel("Pool", "Memory of the pool of hot pages: its capacity, the used part, and the part used by pins.", "bytes",
           tuple((f"hicache_daemon_pool_{what}_bytes{{%s}}", f"{{{{instance}}}} {what}")

@@ -42,7 +42,7 @@ class StorageOpener:
         self._compression: Compression | None = None
         if chosen.compression != "none":
             planes = element_bytes == _PLANES_ELEMENT_BYTES
-            self._compression = Compression(chosen.compression_level, byte_planes=planes)
+            self._compression = Compression(byte_planes=planes)
 
     def codec(self, namespace: bytes, payload_bytes: int, *, weights_epoch: int, label: str) -> FrameCodec:
         """Return the codec that seals and verifies pages of the namespace with this digest. Raises as FrameCodec."""

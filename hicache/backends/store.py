@@ -33,7 +33,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar, final
+from typing import Any, ClassVar, TypeVar, final
 
 from .. import tracing
 from ..arguments import instance
@@ -77,9 +77,13 @@ _USAGE_WAIT_S = 0.05
 _CLOSE_S = 3.0
 
 # No breaker, no retry, no limit of bytes in flight, and `close` waits: for tests and measurements of drivers.
-UNGUARDED = GuardConfig(
-    read=Override.ON, write=Override.ON, retry_share=0.0, in_flight=1 << 50, damage_pages=1_000_000, grace=1e6
-)
+class _Unguarded(GuardConfig):
+    retry_share: ClassVar[float] = 0.0
+    damage_pages: ClassVar[int] = 1_000_000
+    grace: ClassVar[float] = 1e6
+
+
+UNGUARDED = _Unguarded(read=Override.ON, write=Override.ON, in_flight=1 << 50)
 _DEFAULT = GuardConfig()
 
 _stores: weakref.WeakSet[Store] = weakref.WeakSet()

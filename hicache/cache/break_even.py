@@ -4,13 +4,13 @@ Computing a hit of n tokens takes C = n / prefill speed. Fetching it takes F: fo
 round trip, a launch) and bytes / bandwidth, and before that the reads ahead of it. A load crosses the bus, a prefetch
 goes through storage and then crosses the bus. All of it is measured while the engine runs. A hit is fetched if
 
-    F <= Q + margin x C + a/2 x C^2
+    F <= Q + C + a/2 x C^2
 
 Q is the time that its request waits for the device in any case (`ComputeQueue`): reading during it costs nothing. `a`
 is the rate of arrivals: a x C requests arrive while the device computes, and wait for half of C on average. A fetch
 spares them that. For a load Q and a are 0: its request is at its turn.
 
-If a whole hit does not pay, its first pages may: those for which F <= Q + margin x C, if a longer hit is worse.
+If a whole hit does not pay, its first pages may: those for which F <= Q + C, if a longer hit is worse.
 
 A page is stored if a fetch of the prompt up to it would pay, without the fixed times and with the median Q and a of the
 last prefetches: a slow store is worth writing to while requests wait.
@@ -119,6 +119,9 @@ class Rates(NamedTuple):
     storage_operations_per_s: int = 0
 
 
+UNKNOWN = Rates()
+
+
 @dataclass(frozen=True, slots=True)
 class BreakEvenStatistics:
     """Decisions since start by (route, reason), and the rates that decisions use now."""
@@ -142,13 +145,13 @@ class RateEstimator:
     the fixed time. For operations of a single size the fixed time is zero.
 
     `line` is None before `OBSERVATIONS_MIN` operations. It is computed when it is read, because many operations may
-    have ended by then. With `given`, a configured speed in units per second, operations are ignored and the fixed time
-    is zero.
+    have ended by then. With `given`, a known speed in units per second, operations are ignored and the fixed time is
+    zero.
     """
 
-    def __init__(self, given: int | None = None) -> None:
-        self.given = given is not None
-        self._line = None if given is None else Line(0.0, 1 / given)
+    def __init__(self, given: int = 0) -> None:
+        self.given = given > 0
+        self._line = Line(0.0, 1 / given) if given else None
         self._is_current = True
         self._seen: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (units, seconds)
 
@@ -197,9 +200,11 @@ class BreakEven:
     """
 
     def __init__(
-        self, config: BreakEvenConfig | None = None, page_bytes: int = 1, *, probe_every: int = PROBE_EVERY
-    ) -> None:
-        """`page_bytes` is the size of a page, equal on all ranks: that of the longest pipeline stage.
+        self, config: BreakEvenConfig | None = None, page_bytes: int = 1, *, given: Rates = UNKNOWN,
+        probe_every: int = PROBE_EVERY,
+    ) -> None:  # fmt: skip
+        """`page_bytes` is the size of a page, equal on all ranks: that of the longest pipeline stage. The speeds in
+        `given` that are not 0 are not measured, and have no fixed time.
 
         `probe_every` is the length of a run of decisions that cannot all be refusals; tests change it.
         """
@@ -207,16 +212,15 @@ class BreakEven:
         self._always = {route for route in Route if config.mode == "always"}
         if config.writes == "always":
             self._always.add(Route.STORE)
-        self._margin = config.margin
         self._probe_every = probe_every
         self._page_bytes = page_bytes
-        self._prefill = RateEstimator(config.prefill_tokens_per_second)
-        host, storage = RateEstimator(config.host_bandwidth), RateEstimator(config.storage_bandwidth)
+        self._prefill = RateEstimator(given.prefill_tokens_per_s)
+        host, storage = RateEstimator(given.host_bytes_per_s), RateEstimator(given.storage_bytes_per_s)
         self._tiers = {Route.LOAD: host, Route.PREFETCH: storage}
         self._decisions: Counter[tuple[Route, Decision]] = Counter()
         self._refused = dict.fromkeys(Route, 0)  # since the last fetch
         self._unmeasured = 0  # fetched since the last calibration because a speed was unknown
-        # If all speeds are configured, probes are useless.
+        # If all speeds are given, probes are useless.
         both = host.given and storage.given
         self._given = {Route.LOAD: host.given, Route.PREFETCH: both, Route.STORE: both}
         self._measured: Rates | None = self._estimate()
@@ -245,7 +249,7 @@ class BreakEven:
             self._measured = None
 
     def rates(self) -> Rates:
-        """Return this rank's measured or configured rates. Cheap if nothing is new."""
+        """Return this rank's measured or given rates. Cheap if nothing is new."""
         if self._measured is None:
             self._measured = self._estimate()
         return self._measured
@@ -329,7 +333,7 @@ class BreakEven:
         if seconds is None or not prefill_tokens_per_s:
             return 0.0
         compute_s = tokens / prefill_tokens_per_s
-        spared_s = self._margin * compute_s + ahead.arrivals_per_s / 2 * compute_s * compute_s
+        spared_s = compute_s + ahead.arrivals_per_s / 2 * compute_s * compute_s
         return self._late_s(seconds, ahead) + pages * seconds[1] - spared_s
 
     def paying_pages(self, tokens: int, pages: int, ahead: Ahead) -> int:
@@ -338,7 +342,7 @@ class BreakEven:
         seconds, prefill_tokens_per_s = self._seconds[Route.PREFETCH], self._agreed.prefill_tokens_per_s
         if seconds is None or not prefill_tokens_per_s:
             return pages
-        lost_s = seconds[1] - self._margin * tokens / pages / prefill_tokens_per_s
+        lost_s = seconds[1] - tokens / pages / prefill_tokens_per_s
         early_s = -self._late_s(seconds, ahead)
         return min(pages, int(early_s / lost_s)) if early_s > 0 and lost_s > 0 else 0
 

@@ -104,7 +104,7 @@ def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
         _require_for_engine(config, device_blocks)
     l1_pages = _l1_pages(config, geometry, known, device_pages, device_memory, device_blocks)
     l1_pages = l1_pages if engine_pages is None else engine_pages.capacity
-    page_bytes, ascending = geometry.payload_bytes, config.device.ascending_pages
+    page_bytes = geometry.payload_bytes
     if ranks is not None:
         _require_same(ranks, config, namespace)
     l2_pages = host_pages(config.host, geometry, l1_pages) if config.prefix_cache else 0
@@ -117,9 +117,9 @@ def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
 
     def build(undo: ExitStack) -> HiRadixCache | ChunkCache:
         if device_blocks is not None:
-            l1 = KVPool(geometry, device_blocks, l1_pages, ascending=ascending, owned=engine_pages)
+            l1 = KVPool(geometry, device_blocks, l1_pages, owned=engine_pages)
         else:
-            l1 = create_device_pool(geometry, l1_pages, known, ascending=ascending)
+            l1 = create_device_pool(geometry, l1_pages, known)
         if not config.prefix_cache:
             cache = ChunkCache(l1, weights_epoch=namespace.weights_epoch)
             undo.callback(cache.close)

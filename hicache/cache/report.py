@@ -36,16 +36,16 @@ LIMITS: Mapping[str, str] = {
     "pin_share": "pins were refused (pin_host_share)",
     "prefetch_host_share": "prefetches found their share of the host full (prefetch.host_share)",
     "prefetch_no_host_room": "prefetches found no room on the host (host.size)",
-    "prefetch_queued": "prefetches were still waiting when their requests began (prefetch.operations_max)",
+    "prefetch_queued": "prefetches were still waiting when their requests began (a slow store)",
     "prefetch_timeout": "prefetches took too long (prefetch.timeout_base, or a slow store)",
     "prefetch_unanswered": "lookups took too long (transfer.lookup_workers, prefetch.timeout_base, or a slow store)",
     "store_gave_way": "stores were dropped to free host memory (host.size, or a slow store)",
     "store_incomplete": "stores were incomplete (the store is full, slow or down)",
     "write_back_dropped": "pages were dropped before they could be written back (host.size)",
     "queue backup": "stores: backup queue full (transfer.store_host_share, or a slow store)",
-    "queue load": "loads: load queue full (transfer.load_pages_max)",
-    "queue prefetch": "prefetches: too many were waiting (prefetch.operations_max)",
-    "queue write": "backups: write queue full (transfer.write_pages_max)",
+    "queue load": "loads: load queue full (a slow bus)",
+    "queue prefetch": "prefetches: too many were waiting (a slow store)",
+    "queue write": "backups: write queue full (a slow bus)",
 }
 
 

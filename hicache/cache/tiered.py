@@ -116,7 +116,7 @@ class TieredCache:
         self.controller = controller
         self.weights_epoch = weights_epoch = require_epoch(weights_epoch)
         self._position_bytes = position_bytes
-        self._policy = make_policy(config.eviction_policy, slru_protected_hits=config.slru_protected_hits)
+        self._policy = make_policy(config.eviction_policy)
         self.break_even = break_even or BreakEven(config.break_even, host.payload_bytes)
         self._counters = CacheCounters()
         self._step_time = Histogram(STEP_BOUNDS_S)

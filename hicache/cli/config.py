@@ -13,7 +13,7 @@ import click
 import yaml
 
 from ..backends.registry import check_backend
-from ..config import ENVIRON_PREFIX, FILE_VARIABLE, HiCacheConfig, load_config, read_key
+from ..config import ENVIRON_PREFIX, FILE_VARIABLE, HiCacheConfig, load_config, read_keys
 from ..config.entries import EntryInfo, all_entries, part_entries
 from ..config.ready import ready_files
 from ..config.storage import STORAGE_SECTIONS
@@ -172,13 +172,13 @@ def check_surroundings(loaded: HiCacheConfig) -> None:
             check_backend(loaded.storage.type, loaded.storage.options)
         except ConfigError as error:
             problems.append(f"storage: {error}")
-    for entry, place in (*loaded.integrity.key_sources(), *loaded.storage_format.key_sources()):
+    for source in (loaded.integrity.key_source, loaded.storage_format.key_source):
         # Variables are not read: the user who checks a file may not have those of the user who runs it.
-        if isinstance(place, Path):
+        if source is not None and isinstance(source[1], Path):
             try:
-                read_key(entry, place, {})
+                read_keys(*source, {})
             except ConfigError as error:
-                problems.append(f"{entry}: {error}")
+                problems.append(f"{source[0]}: {error}")
     try:
         check_events(loaded.events)
     except ConfigError as error:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import math
 import os
 import secrets
 import threading
@@ -26,7 +25,7 @@ from ..backends.guard.health import REJECTED, HealthState
 from ..backends.guard.health import problem as advice_for
 from ..backends.opening import StorageOpener
 from ..backends.storage import Storage
-from ..cache.break_even import BreakEven, Line, RateEstimator, Route
+from ..cache.break_even import BreakEven, Line, RateEstimator, Rates, Route
 from ..config.remote_storage import RemoteStorageOptions
 from ..config.storage import FileStorageOptions, SharedFilesStorageOptions
 from ..errors import BackendError, ConfigError
@@ -207,10 +206,9 @@ class StoreCheck:
 
     def _pays(self, model: ModelShape, reads: Sequence[tuple[int, float]]) -> Row:
         """Decide as the cache would on an idle device, for a prefix that no tier of the engine has."""
-        limits, page_bytes = self._subject.config.break_even, self._codec.payload_bytes
-        bus, prefill = limits.host_bandwidth or _BUS_BYTES_PER_S, limits.prefill_tokens_per_second or self._prefill
-        settings = {"host_bandwidth": bus, "prefill_tokens_per_second": prefill}
-        rule = BreakEven(limits.model_copy(update=settings), page_bytes)
+        prefill = self._prefill
+        given = Rates(prefill_tokens_per_s=prefill or 0, host_bytes_per_s=_BUS_BYTES_PER_S)
+        rule = BreakEven(self._subject.config.break_even, self._codec.payload_bytes, given=given)
         for pages, seconds in reads:
             rule.observe_transfer(Route.PREFETCH, pages, seconds)
         rule.use_rates(rule.rates())
@@ -218,9 +216,10 @@ class StoreCheck:
         pages = tokens // self._page_tokens
         fetch_s = rule.fetch_s(pages)
         assert fetch_s is not None  # all reads were made
-        most = limits.margin * tokens / fetch_s
+        most = tokens / fetch_s
         name = f"{self.part.name} pays"
-        finding = f"{model.name}: {format_size(model.token_bytes)} of KV per token, over a bus of {_speed(bus)}"
+        bus = _speed(_BUS_BYTES_PER_S)
+        finding = f"{model.name}: {format_size(model.token_bytes)} of KV per token, over a bus of {bus}"
         figures: Figures = {"token_bytes": model.token_bytes, "prefill_max": most}
         if prefill is None:
             return Row(name, Verdict.INFO, f"{finding}; on an idle device, hits pay up to a prefill of {most:,.0f} "
@@ -239,8 +238,8 @@ class StoreCheck:
             advice = "beyond the page cache, the disk's speed counts: see it with direct_io: true" if is_cached else ""
             return Row(name, Verdict.OK, f"{finding}, up to a prefill of {most:,.0f} tokens/s", advice, figures)
         finding += f"; for a request that waits at least {_ms(wait_s)} for the device anyway, it pays"
-        advice = ("hits of requests that wait less are computed: use a faster store, or set break_even.margin to "
-                  f"{math.ceil(10 * ratio) / 10:.1f}, which spares the device but makes them later")  # fmt: skip
+        advice = ("hits of requests that wait less are computed: use a faster store, or break_even.mode: always, which "
+                  "spares the device but makes them later")  # fmt: skip
         return Row(name, Verdict.WARN, finding, advice, figures)
 
 

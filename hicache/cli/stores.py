@@ -164,8 +164,8 @@ def key_options(command: Command) -> Command:
 def page_keys(mac: tuple[Path, ...], encryption: tuple[Path, ...]) -> PageKeys:
     """Return the keys in these files. Raises ConfigError."""
     return PageKeys(
-        tuple(read_key_file(path, "MAC key file") for path in mac),
-        tuple(read_key_file(path, "encryption key file") for path in encryption),
+        tuple(key for path in mac for key in read_key_file(path, "MAC key file")),
+        tuple(key for path in encryption for key in read_key_file(path, "encryption key file")),
     )
 
 

@@ -15,7 +15,7 @@ from .schema import (
     RanksConfig,
     TransferConfig,
 )
-from .secret import read_key, read_key_file
+from .secret import read_key_file, read_keys
 from .section import Section
 from .storage import FileStorageOptions
 
@@ -35,7 +35,7 @@ __all__ = [
     "TransferConfig",
     "entry_of_variable",
     "load_config",
-    "read_key",
     "read_key_file",
+    "read_keys",
     "read_tree",
 ]

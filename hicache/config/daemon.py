@@ -93,13 +93,6 @@ class DaemonConfig(Section):
         description="Host memory for pages sent over a socket; allocated at start. Calls without room wait. One call "
         "uses at most a quarter of it.",
     )
-    memory_max: PositiveSize = Field(
-        default=1024 * GIB,
-        description="Limit of engines' shared memory mapped at once. It costs the daemon only page tables.",
-    )
-    memories_max: Count = Field(
-        default=64, ge=1, le=4096, description="Limit of engines' shared memories mapped at once."
-    )
     namespaces_max: Count = Field(
         default=64, ge=1, le=4096,
         description="Limit of open namespaces, each with its own connections and threads. Beyond it, the least "
@@ -107,32 +100,20 @@ class DaemonConfig(Section):
     )
     connections_max: Count = Field(
         default=512, ge=1, le=65536,
-        description="Limit of connections, each for the Unix socket and for TCP. Further ones are closed.",
-    )
-    requests_max: Count = Field(
-        default=512, ge=1, le=65536,
-        description="Limit of requests in progress. Further ones get 503 with `Retry-After`.",
-    )
-    namespace_requests_max: Count = Field(
-        default=128, ge=1, le=65536, description="Limit of a namespace's requests in progress or waiting for a thread."
+        description="Limit of connections, each for the Unix socket and for TCP, and of requests in progress, of which "
+        "a namespace may have a quarter. Further ones get 503 with `Retry-After`. More is for many engines, and needs "
+        "as many open files.",
     )
     threads: Count = Field(
         default=16, ge=1, le=256,
         description="Threads that call the stores of one namespace; idle ones end. More serves more engines at once "
         "from a slow store.",
     )
-    request_timeout: PositiveDuration = Field(
-        default=60.0, description="The longest deadline of a request; longer ones are shortened."
-    )
-    head_timeout: PositiveDuration = Field(
-        default=10.0, description="Time for the head of a request, from its first byte, or from the connection."
-    )
-    body_timeout: PositiveDuration = Field(
+    client_timeout: PositiveDuration = Field(
         default=10.0,
-        description="Time for the body of a request, and for a client to read a reply; each 64 MiB adds the same time.",
-    )
-    idle_timeout: PositiveDuration = Field(
-        default=600.0, description="Time after which an idle connection is closed."
+        description="Time for a client to send the head of a request and each 64 MiB of its body, and to read a part "
+        "of the answer; an idle connection has 60 times as long. Longer is for slow networks; shorter frees the "
+        "connections and staging memory of dead clients sooner.",
     )
     drain_timeout: PositiveDuration = Field(
         default=10.0, description="Time for requests in progress after SIGTERM."

@@ -23,7 +23,6 @@ ENTRIES: dict[str, tuple[str, str]] = {
     "prefetch_timeout_base": ("prefetch.timeout_base", "with a unit, such as 1s"),
     "prefetch_timeout_per_ki_token": ("prefetch.timeout_per_1024_tokens", "with a unit, such as 250ms"),
     "radix_eviction_policy": ("eviction_policy", ""),
-    "schedule_policy": ("schedule.policy", ""),
     # LMCache
     "blocking_timeout_secs": ("transfer.storage_deadline", "with a unit, such as 10s"),
     "cache_policy": ("eviction_policy", "in lower case"),
@@ -49,6 +48,7 @@ _NEEDLESS = {
     "local_cpu": "host memory is always used; `host` sizes it",
     "save_decode_cache": "KV computed while decoding is always kept",
     "save_unfull_chunk": "pages are always whole; a session keeps the partial page",
+    "schedule_policy": "the engine schedules",
 }
 _PREFIX = "hicache_"
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import enum
-from typing import Annotated, TypeAlias
+from typing import Annotated, ClassVar, TypeAlias
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from ..units import GIB, Count, Duration, Number, PositiveDuration, PositiveSize, Size
+from ..units import GIB, Count, Duration, Number, PositiveSize, Size
 from .section import Section, yaml_switch
 
 
@@ -41,49 +41,12 @@ class InjectConfig(Section):
 
 
 class GuardConfig(Section):
-    """Limits and breaker of one storage backend."""
+    """Limits and breaker of one storage backend. Its constants are not entries; see Section."""
 
     in_flight: PositiveSize = Field(
         default=4 * GIB,
         description="Limit of bytes in flight. Further calls wait until their deadline; a larger call runs alone. "
         "Less keeps a small server responsive.",
-    )
-    failures: Count = Field(
-        default=3, ge=1, le=1000,
-        description="Failed calls in a row that open the breaker of their direction (docs/reliability.md). Fewer "
-        "detects an outage sooner; more tolerates occasional errors.",
-    )
-    failure_share: Number = Field(
-        default=0.5, gt=0, le=1,
-        description="Share of failures in the last 20 calls that opens the breaker.",
-    )
-    backoff_min: PositiveDuration = Field(
-        default=0.5,
-        description="Back-off before a failed store is probed; each failed probe doubles it. Shorter recovers sooner, "
-        "but loads the store more.",
-    )
-    backoff_max: PositiveDuration = Field(
-        default=5.0, description="Longest back-off; a recovered store is used after about this time."
-    )
-    probe_timeout: PositiveDuration = Field(
-        default=2.0,
-        description="Time limit of a probe. Use more for slow or distant stores with large pages.",
-    )
-    grace: PositiveDuration = Field(
-        default=0.5, description="Time after its deadline at which a call that has not returned counts as failed."
-    )
-    damage_pages: Count = Field(
-        default=16, ge=1, le=1_000_000,
-        description="Consecutive damaged pages that stop all use of the store: the reader then more likely has a "
-        "wrong key, and would remove all pages.",
-    )
-    damage_backoff: PositiveDuration = Field(
-        default=30.0, description="Length of that stop. Each further one is four times as long, up to an hour."
-    )
-    retry_share: Number = Field(
-        default=0.1, ge=0, le=1,
-        description="Share of calls and pages that may be retried once after an error. More hides more failures, but "
-        "loads an overloaded store.",
     )
     read: _Switch = Field(
         default=Override.AUTO,
@@ -92,8 +55,21 @@ class GuardConfig(Section):
     write: _Switch = Field(default=Override.AUTO, description="The same for writes to this store.")
     inject: InjectConfig = InjectConfig()
 
-    @model_validator(mode="after")
-    def _require_order(self) -> GuardConfig:
-        if self.backoff_max < self.backoff_min:
-            raise ValueError("backoff_max is below backoff_min")
-        return self
+    # Failed calls in a row that open the breaker of their direction: two may be chance, and each costs a request time.
+    failures: ClassVar[int] = 3
+    # The share of failures in the last calls that also opens it: such a store costs more time than it saves.
+    failure_share: ClassVar[float] = 0.5
+    # The back-off before a failed store is probed; each failed probe doubles it. A recovered store is used after about
+    # the longest one; one probe in that time is no load for a store.
+    backoff_min: ClassVar[float] = 0.5
+    backoff_max: ClassVar[float] = 5.0
+    # The time limit of a probe: enough for large pages in a distant bucket. Only a store that is off waits for it.
+    probe_timeout: ClassVar[float] = 5.0
+    # The time after its deadline at which a call that has not returned counts as failed: threads may run late.
+    grace: ClassVar[float] = 0.5
+    # Consecutive damaged pages that stop all use of the store: the reader then more likely has a wrong key, and would
+    # remove all pages. Each further stop is four times as long, up to an hour.
+    damage_pages: ClassVar[int] = 16
+    damage_backoff: ClassVar[float] = 30.0
+    # The share of calls and pages that may be retried once after an error; more would load an overloaded store.
+    retry_share: ClassVar[float] = 0.1

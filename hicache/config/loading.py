@@ -30,6 +30,7 @@ from ..units import WRITTEN, counted
 from .entries import entry_names
 from .files import expanded, open_regular
 from .foreign import foreign_name
+from .removed import removed
 from .schema import HiCacheConfig
 from .wording import NAMES_VARIABLE, locate, printable, shown, what_is_wrong
 
@@ -208,7 +209,8 @@ def _explain(error: Any, entries: _Entries) -> Iterator[_Problem]:
         return
     _, siblings = locate(HiCacheConfig, error["loc"][:-1])
     for known in [known for known in entries if known[: len(path)] == path] or [path]:
-        yield _Problem(known, _unknown(known, len(path), siblings, entries), _origin(known, entries))
+        what = removed(known) or _unknown(known, len(path), siblings, entries)
+        yield _Problem(known, what, _origin(known, entries))
 
 
 def _unknown(path: EntryPath, known_depth: int, siblings: Sequence[str], entries: _Entries) -> str:
@@ -405,7 +407,8 @@ def _environ_entries(
     for secret in _named_variables([{one.path[-1]: one.value} for one in (*in_file, *entries.values(), *flags)]):
         entries.pop(secret, None)
     ignored = [name for name, entry in entries.items()
-               if len(entry.path) == 1 and entry.path[0] not in HiCacheConfig.model_fields]  # fmt: skip
+               if len(entry.path) == 1 and entry.path[0] not in HiCacheConfig.model_fields
+               and removed(entry.path) is None]  # fmt: skip
     for name in ignored:
         del entries[name]
     if ignored:

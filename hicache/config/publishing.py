@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
-from ..units import MIB, Count, PositiveDuration, PositiveSize
-from .addresses import PORT_MAX, HostNames, check_host, check_port, is_loopback, ranked_endpoint, split_endpoint
+from .addresses import PORT_MAX, HostNames, check_host, check_port, ranked_endpoint, split_endpoint
 from .section import FileSystemPath, Section
 
 
@@ -29,23 +28,13 @@ class MetricsConfig(Section):
     )
     host: Annotated[str, AfterValidator(check_host)] = Field(
         default="127.0.0.1",
-        description="Address to listen on: a loopback address, unless `allow_remote` is set.",
+        description="Address to listen on. Beyond loopback, everyone who reaches it can read the metrics: the exporter "
+        "has no authentication. They do not contain prompts, keys or tenants, but show the engine's load.",
     )
     hosts: HostNames = Field(
         default=[],
         description="As `daemon.hosts`, for the exporter.",
     )
-    allow_remote: bool = Field(
-        default=False,
-        description="Allow any address for `host`. The exporter has no authentication; metrics do not contain "
-        "prompts, keys or tenants, but show the engine's load.",
-    )
-
-    @model_validator(mode="after")
-    def _check(self) -> MetricsConfig:
-        if not self.allow_remote and not is_loopback(self.host):
-            raise ValueError(f"host {self.host[:60]!r} is not a loopback address; use 127.0.0.1, or allow_remote: true")
-        return self
 
 
 class TracingConfig(Section):
@@ -96,28 +85,6 @@ class EventsConfig(Section):
         description="Data-parallel rank of this engine, published in events and added to the endpoints' TCP ports, so "
         "that all ranks can share one configuration. A Unix socket's name gets `_dp` and the rank.",
     )
-    buffer: PositiveSize = Field(
-        default=32 * MIB,
-        description="Bytes of events waiting for the publisher; beyond it the oldest are dropped and a snapshot of "
-        "the tree is published.",
-    )
-    replay_buffer: PositiveSize = Field(
-        default=64 * MIB,
-        description="Bytes of published batches stored for replay. A subscriber that missed more than this waits for a "
-        "snapshot.",
-    )
-    queued_batches_max: Count = Field(
-        default=1000,
-        ge=1,
-        le=65536,
-        description="Batches queued for a slow subscriber, each of about 256 KiB plus at most one tree node. Further "
-        "ones are missed.",
-    )
-    snapshot_interval: PositiveDuration = Field(
-        default=10.0,
-        description="Shortest time between two snapshots for subscribers. Each visits the whole tree on the "
-        "scheduler's thread.",
-    )
     curve_secret_key_file: FileSystemPath | None = Field(
         default=None,
         description="File with the publisher's CURVE secret key: 40 characters of Z85, mode 0600. TCP endpoints are "
@@ -127,6 +94,16 @@ class EventsConfig(Section):
         default=None,
         description="File with the CURVE public keys of subscribers, one per line, mode 0600.",
     )
+
+    # Bytes of events that wait for the publisher: many steps of a scheduler. Beyond it the oldest are dropped, and a
+    # snapshot of the tree is published.
+    buffer: ClassVar[int] = 32 << 20
+    # Bytes of published batches for replay: minutes of events. A subscriber that missed more gets a snapshot.
+    replay_buffer: ClassVar[int] = 64 << 20
+    # Batches queued for a slow subscriber, each of about 256 KiB plus at most one tree node. It misses further ones.
+    queued_batches_max: ClassVar[int] = 1000
+    # The shortest time between two snapshots: each visits the whole tree on the scheduler's thread.
+    snapshot_interval: ClassVar[float] = 10.0
 
     @model_validator(mode="after")
     def _check(self) -> EventsConfig:

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, model_validator
 
-from ..units import GIB, KIB, Count, PositiveDuration, PositiveSize, TierSize
+from ..units import Count, PositiveDuration, TierSize
 from .addresses import check_host, split_address, split_url
 from .guard import GuardConfig
 from .section import VARIABLE_PATTERN, FileSystemPath, Section, ServerOptions
@@ -127,11 +127,6 @@ class RedisStorageOptions(ServerOptions):
         default=2, ge=1, le=64,
         description="Connections to each server for one batch. A server uses one core, so two keep it busy; more helps "
         "over long distances.",
-    )
-    pipeline: PositiveSize = Field(
-        default=512 * KIB, le=GIB,
-        description="Bytes requested ahead on each connection, at least two pages. More hides a longer round trip, "
-        "and needs larger output buffers of the server.",
     )
     timeout: PositiveDuration = Field(
         default=1.0, ge=0.001,

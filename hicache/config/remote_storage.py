@@ -52,10 +52,6 @@ class RemoteStorageOptions(ServerOptions):
         description="Time without a byte after which a TCP request fails, beyond the daemon's own deadline. Shorter "
         "detects a lost network sooner.",
     )
-    connect_timeout: PositiveDuration = Field(
-        default=2.0, ge=0.01, le=3600,
-        description="Time limit for opening a connection. Shorter detects an unreachable host sooner.",
-    )
 
     @model_validator(mode="after")
     def _check(self) -> RemoteStorageOptions:

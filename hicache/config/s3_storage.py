@@ -114,10 +114,6 @@ class S3StorageOptions(ServerOptions):
         default=5.0, ge=0.01, le=3600,
         description="Time without a byte after which a request fails. Too short turns slow moments into misses.",
     )
-    connect_timeout: PositiveDuration = Field(
-        default=2.0, ge=0.01, le=3600,
-        description="Time limit for opening a connection. Shorter detects an unreachable host sooner.",
-    )
 
     @model_validator(mode="after")
     def _check(self) -> S3StorageOptions:

@@ -7,18 +7,17 @@ ConfigError in both cases. docs/configuration.md is generated from the descripti
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..geometry import PAGE_SIZE_MAX
-from ..policies import SLRU_PROTECTED_HITS, require_policy
+from ..policies import require_policy
 from ..units import (
     Count,
     Duration,
     Number,
     PositiveDuration,
-    PositiveSize,
     Share,
     TierSize,
     TierSizeOrShare,
@@ -52,11 +51,6 @@ class DeviceConfig(Section):
         "long prompts; 0.8 to 0.9 is usual.",
     )
 
-    ascending_pages: bool = Field(
-        default=False,
-        description="Allocate free pages in ascending order: a request's pages are close together, which helps some "
-        "attention kernels. Off: the pages freed last are used first.",
-    )
 
     @property
     def is_given(self) -> bool:
@@ -154,15 +148,14 @@ class PrefetchConfig(Section):
         default=0.25,
         description="Time added to `timeout_base` for each 1024 tokens.",
     )
-    operations_max: Count = Field(
-        default=64, ge=1, le=65536,
-        description="Limit of prefetches in flight. Further ones wait, and are dropped when their request begins.",
-    )
     host_share: Number = Field(
         default=0.5, ge=0, le=1,
         description="Share of the host pages that prefetches may hold before their requests run; further ones wait. "
         "More helps bursts of long prompts, but evicts useful pages. 0 disables prefetching.",
     )
+
+    # Prefetches in flight; further ones wait. More do not make a store faster, and `host_share` limits their memory.
+    operations_max: ClassVar[int] = 64
 
 
 class BreakEvenConfig(Section):
@@ -174,12 +167,6 @@ class BreakEvenConfig(Section):
         "speeds. A prefetch may take as much longer as its request waits for the device anyway, and as requests behind "
         "it would wait for the computing. An unknown speed counts as fast. `always`: fetch every hit.",
     )
-    margin: Number = Field(
-        default=1.0, gt=0, le=1024,
-        description="Weight of the computing time in the comparison of `mode: measure`. Above 1 spares the device, "
-        "and makes requests that do not wait later; below 1 computes hits that save little. Waiting counts in any "
-        "case.",
-    )
     writes: Literal["measure", "always"] = Field(
         default="measure",
         description="`measure`: do not store a page if reading its prompt back would not pay, with the usual "
@@ -187,33 +174,11 @@ class BreakEvenConfig(Section):
         "also implied by `mode: always`: store all pages, for engines that share the store and compute more slowly or "
         "are nearer to it.",
     )
-    prefill_tokens_per_second: Tokens | None = Field(
-        default=None,
-        description="Speed of computing a prompt, instead of the measured speed.",
-    )
-    host_bandwidth: PositiveSize | None = Field(
-        default=None,
-        description="Bytes per second from host memory to the device, instead of the measured speed.",
-    )
-    storage_bandwidth: PositiveSize | None = Field(
-        default=None,
-        description="Bytes per second from storage to host memory, instead of the measured speed. A prefetch also "
-        "needs the host's speed.",
-    )
 
 
 class TransferConfig(Section):
     """Limits of the queues and workers that copy pages. Work beyond a limit is dropped and counted."""
 
-    write_pages_max: Count = Field(
-        default=4096, ge=1, le=1 << 24,
-        description="Limit of pages being copied from device to host, which cannot be evicted. Beyond it, pages are "
-        "not copied.",
-    )
-    load_pages_max: Count = Field(
-        default=4096, ge=1, le=1 << 24,
-        description="Limit of pages being copied from host to device. Beyond it, requests compute.",
-    )
     store_host_share: Number = Field(
         default=0.25, gt=0, le=1,
         description="Share of the host pages that may wait to be stored; further stores are dropped. A waiting page "
@@ -225,28 +190,20 @@ class TransferConfig(Section):
         "layer; fast for long pieces. `staged`: several layers at once, through a device buffer and a kernel; fast "
         "for short pieces. `auto` measures both at start.",
     )
-    multiprocessors: Count = Field(
-        default=8, ge=1, le=1024,
-        description="Multiprocessors for a kernel of the `staged` path. Fewer leaves more for compute.",
+    lookup_workers: Count = Field(
+        default=1, ge=1, le=64,
+        description="Threads for lookups in storage. More helps if a lookup takes longer than the time between "
+        "requests.",
     )
     storage_batch_pages: Count = Field(
         default=128, ge=1, le=65536,
         description="Pages per call of a backend. More needs fewer round trips; fewer ends sooner at deadlines and "
         "shutdown.",
     )
-    lookup_workers: Count = Field(
-        default=1, ge=1, le=64,
-        description="Threads for lookups in storage. More helps if a lookup takes longer than the time between "
-        "requests.",
-    )
     io_workers: Count = Field(
         default=2, ge=1, le=64,
         description="Threads that read from storage. More helps stores with high latency; each uses a core at full "
         "speed.",
-    )
-    backup_workers: Count = Field(
-        default=1, ge=1, le=64,
-        description="Threads that write to storage. More takes bandwidth from reads.",
     )
     storage_deadline: PositiveDuration = Field(
         default=10.0,
@@ -258,6 +215,13 @@ class TransferConfig(Section):
         description="Time limit of closing, in which pages that storage lacks and has not evicted are stored, most "
         "recently used first. The rest is dropped.",
     )
+
+    # Pages being copied from device to host, which cannot be evicted, and the other way. Beyond these, pages are not
+    # copied, and requests compute. A quarter of a million tokens are more than a bus moves in a step.
+    write_pages_max: ClassVar[int] = 4096
+    load_pages_max: ClassVar[int] = 4096
+    # A second thread for writes would take bandwidth from reads; a driver divides a batch between its connections.
+    backup_workers: ClassVar[int] = 1
 
 
 class SessionsConfig(Section):
@@ -272,10 +236,9 @@ class SessionsConfig(Section):
         default=600.0,
         description="Lifetime of a session after its last turn. Longer suits slower users; shorter frees L1 sooner.",
     )
-    sessions_max: Count = Field(
-        default=1024, ge=1, le=1 << 20,
-        description="Limit of open sessions. L1 limits their KV.",
-    )
+
+    # Open sessions. L1 limits their KV, so this only bounds the table of a caller that never ends a session.
+    sessions_max: ClassVar[int] = 1024
 
 
 class RanksConfig(Section):
@@ -363,12 +326,8 @@ class HiCacheConfig(Section):
     eviction_policy: Annotated[str, Field(max_length=256), AfterValidator(require_policy)] = Field(
         default="lru",
         description="The page that a full tier evicts first. `lru`: least recently used. `lfu`: used by the fewest "
-        "requests. `slru`: as `lru`, but pages used by `slru_protected_hits` requests last. `priority`: lowest "
+        "requests. `slru`: as `lru`, but pages used by two requests last. `priority`: lowest "
         "request priority. `fifo`: oldest. `filo`: newest. `mru`: most recently used. `module:Class`: your own.",
-    )
-    slru_protected_hits: Count = Field(
-        default=SLRU_PROTECTED_HITS, ge=1, le=1 << 30,
-        description="Requests that must use a page before `slru` protects it.",
     )
     pin_host_share: Number = Field(
         default=0.5, ge=0, le=1,
@@ -396,18 +355,18 @@ class HiCacheConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> HiCacheConfig:
         shared, options = self.host.shared, self.storage and self.storage.options
-        if [*self.integrity.key_sources()] and [*self.storage_format.key_sources()]:
+        if self.integrity.key_source and self.storage_format.key_source:
             raise ValueError(
                 "integrity and storage_format: set a MAC key or an encryption key; encryption also authenticates pages"
             )
         if shared.keep:
             self._check_keep()
         if self.integrity.verifies_host:
-            if [*self.storage_format.key_sources()]:
+            if self.storage_format.key_source:
                 raise ValueError(
                     "integrity.verify, scrub_rate: frames of an encrypted store have no tag; remove the entries"
                 )
-            if self.integrity.tag == "none" and not [*self.integrity.key_sources()]:
+            if self.integrity.tag == "none" and not self.integrity.key_source:
                 raise ValueError(
                     "integrity.verify, scrub_rate: tag none cannot be verified; use tag xxh3_128, or remove them"
                 )
@@ -424,9 +383,9 @@ class HiCacheConfig(Section):
             raise ValueError("host.shared.keep: needs host.shared.name, so that the next engine finds the memory")
         if shared.owner == "daemon":
             raise ValueError("host.shared.keep: the daemon removes the memory of an engine that dies; use owner engine")
-        if form.compression != "none" or [*form.key_sources()]:
+        if form.compression != "none" or form.key_source:
             raise ValueError(
                 "host.shared.keep: does not work with compressed or encrypted pages; remove keep or storage_format"
             )
-        if self.integrity.tag == "none" and not [*self.integrity.key_sources()]:
+        if self.integrity.tag == "none" and not self.integrity.key_source:
             raise ValueError("host.shared.keep: tag none cannot be verified; use tag xxh3_128, or a MAC key")

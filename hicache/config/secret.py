@@ -14,20 +14,23 @@ from ..errors import ConfigError
 from .files import open_regular
 
 KEY_BYTES = 32
+# The current key and, while the engines change to it, the previous one.
+_KEYS_MAX = 2
+_DIGITS = b"0123456789abcdefABCDEF"
 _HOW_TO_MAKE = "make one with: (umask 077; openssl rand -hex 32 > FILE)"
 
 
-def read_key_file(path: Path, what: str) -> bytes:
-    """Return the key in `path`: 64 hexadecimal digits (surrounded by optional white space), or 32 raw bytes. `what` is
-    the file's name in errors.
+def read_key_file(path: Path, what: str) -> tuple[bytes, ...]:
+    """Return the keys in `path`: one or two, each 64 hexadecimal digits on a line of its own, or one of 32 raw bytes.
+    `what` is the file's name in errors.
 
     Blocks on the file system. Raises ConfigError as `read_private_file`, and if the file does not contain a key.
     """
     data = read_private_file(path, what, 1024)
-    key = data if len(data) == KEY_BYTES else _from_hex(data)
-    if key is None:
+    keys = (data,) if len(data) == KEY_BYTES else _from_hex(data)
+    if not keys:
         raise ConfigError(f"{_named(path, what)}: is neither 64 hexadecimal digits nor 32 bytes; {_HOW_TO_MAKE}")
-    return key
+    return keys
 
 
 def read_private_file(path: Path, what: str, bytes_max: int) -> bytes:
@@ -60,9 +63,9 @@ def _require_private(state: os.stat_result, where: str) -> None:
         raise ConfigError(f"{where}: belongs to user {state.st_uid}, not to you or root; run chown")
 
 
-def read_key(entry: str, place: Path | str, environ: Mapping[str, str]) -> bytes:
-    """Return the key of the entry `entry`: from the file `place` (a path), as `read_key_file`, or from the variable of
-    that name, 64 hexadecimal digits. Raises ConfigError.
+def read_keys(entry: str, place: Path | str, environ: Mapping[str, str]) -> tuple[bytes, ...]:
+    """Return the keys of the entry `entry`, the current one first: from the file `place` (a path), as `read_key_file`,
+    or from the variable of that name, one or two of 64 hexadecimal digits each. Raises ConfigError.
     """
     what = "encryption key" if "encryption" in entry else "MAC key"
     if isinstance(place, Path):
@@ -70,17 +73,18 @@ def read_key(entry: str, place: Path | str, environ: Mapping[str, str]) -> bytes
     value = environ.get(place)
     if value is None:
         raise ConfigError(f"{what} variable {place}: is not set; export it, or remove {entry} to run without that key")
-    key = _from_hex(value.encode(errors="replace"))
-    if key is None:
+    keys = _from_hex(value.encode(errors="replace"))
+    if not keys:
         raise ConfigError(f"{what} variable {place}: is not 64 hexadecimal digits")
-    return key
+    return keys
 
 
-def _from_hex(data: bytes) -> bytes | None:
-    text = data.strip()
-    if len(text) != 2 * KEY_BYTES or text.strip(b"0123456789abcdefABCDEF"):
-        return None
-    return bytes.fromhex(text.decode("ascii"))
+def _from_hex(data: bytes) -> tuple[bytes, ...]:
+    """Return the keys in hexadecimal digits, separated by white space; none if that is not what `data` contains."""
+    texts = data.split()
+    if len(texts) > _KEYS_MAX or any(len(one) != 2 * KEY_BYTES or one.strip(_DIGITS) for one in texts):
+        return ()
+    return tuple(bytes.fromhex(one.decode("ascii")) for one in texts)
 
 
 # The most bytes of a file with a password; passwords are shorter.

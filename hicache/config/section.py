@@ -10,7 +10,7 @@ from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import ConfigError
-from ..units import PositiveDuration, refuse_bool
+from ..units import refuse_bool
 from .files import expanded
 from .wording import problems_of
 
@@ -47,6 +47,9 @@ class Section(BaseModel):
     """A group of entries. It is checked when it is built, by `load_config` or by a program with keywords, which may
     also be text with units (`capacity="10GiB"`). Immutable.
 
+    Numbers for which users have no better values are not entries but constants of the class (`ClassVar`), beside the
+    entries that they work with. A derived class sets others.
+
     Raises ConfigError that names every wrong entry. It does not quote text that may be a secret, only numbers, sizes,
     durations and names of hosts, policies and parts.
     """
@@ -82,10 +85,12 @@ class Section(BaseModel):
 class ServerOptions(Section):
     """Options of the stores whose opening can be bounded: those on servers, except Mooncake (see its page)."""
 
-    open_timeout: PositiveDuration = Field(
-        default=5.0, ge=0.01, le=3600,
-        description="Time limit for opening a store whose server accepts connections and does not answer.",
-    )
+    # Limits the opening of a store whose server accepts connections and does not answer: an engine waits for it when it
+    # starts, and a working server needs milliseconds.
+    open_timeout: ClassVar[float] = 5.0
+    # Limits the opening of a connection, if it has its own limit. A host that has not accepted one after two resent
+    # packets (at 1 and 3 s) is unreachable; longer distances take a few hundred milliseconds.
+    connect_timeout: ClassVar[float] = 2.0
 
 
 def build(section: type[S], entries: Mapping[str, object], where: str) -> S:

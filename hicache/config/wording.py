@@ -11,6 +11,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 
 from ..units import exact_duration, exact_size, parse_duration, parse_size
+from .removed import removed
 
 # The endings of entries that name a variable with a secret.
 NAMES_VARIABLE = "_env"
@@ -85,7 +86,7 @@ def problems_of(refused: ValidationError, section: type[BaseModel]) -> str:
     for error in refused.errors():
         path, names = locate(section, error["loc"])
         if error["type"] == "extra_forbidden":
-            what = _unknown(path[-1], locate(section, error["loc"][:-1])[1])
+            what = removed(path, whole=False) or _unknown(path[-1], locate(section, error["loc"][:-1])[1])
         else:
             what = what_is_wrong(error, path, names, quote_text=False)
         problems.append(f"{'.'.join(path)}: {what}" if path else what)

@@ -63,6 +63,8 @@ T = TypeVar("T")
 _OPENING_THREADS = 32
 _MEMORY_THREADS = 32
 _COUNTING_THREADS = 4
+# The longest deadline of a request: an engine does not wait longer for a prefetch.
+_REQUEST_S_MAX = 60.0
 _REFUSALS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer} for status in (400, 401, 403, 404, 409, 413, 422, 503)
 }
@@ -322,7 +324,7 @@ async def _on(threads: ThreadPoolExecutor, call: Callable[[], T]) -> T:
 
 
 def _deadline(node: Node, timeout_s: float) -> float:
-    return node.clock() + min(timeout_s, node.config.daemon.request_timeout)
+    return node.clock() + min(timeout_s, _REQUEST_S_MAX)
 
 
 def _require_equal(keys: int, frames: int) -> None:

@@ -14,19 +14,19 @@ from ..histogram import BOUNDS_S, Histogram, LatencyStatistics
 # The limits that reject or end requests and connections, by their names in counters, with words for the log.
 LIMITS: Mapping[str, str] = {
     "answer_lost": "connections were lost while they were answered",
-    "answer_timeout": "clients did not read their answer in time (daemon.body_timeout)",
+    "answer_timeout": "clients did not read their answer in time (daemon.client_timeout)",
     "body_bytes": "bodies were too long",
     "body_lost": "connections were lost before the end of a body",
-    "body_timeout": "bodies did not arrive in time (daemon.body_timeout)",
+    "body_timeout": "bodies did not arrive in time (daemon.client_timeout)",
     "connections": "connections were too many (daemon.connections_max)",
     "draining": "requests came while the daemon was ending",
     "head_bytes": "heads of requests were too long",
-    "head_timeout": "heads of requests did not arrive in time (daemon.head_timeout)",
+    "head_timeout": "heads of requests did not arrive in time (daemon.client_timeout)",
     "host": "requests named a host that is not this daemon (daemon.hosts)",
-    "idle_timeout": "connections were closed after an early answer (daemon.idle_timeout)",
+    "idle_timeout": "connections were closed after an early answer (daemon.client_timeout)",
     "peer": "connections came from another user's processes",
     "pipelining": "clients did not wait for their answer",
-    "requests": "requests were too many at once (daemon.requests_max)",
+    "requests": "requests were too many at once (daemon.connections_max)",
     "token": "requests came without the token",
 }
 

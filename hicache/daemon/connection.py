@@ -1,8 +1,8 @@
 """One connection: uvicorn's HTTP protocol with limits, the peer's credentials, and page bodies without copies.
 
-    head      limited by `head_timeout` and HEAD_BYTES_MAX; an idle connection by `idle_timeout`
+    head      limited by `client_timeout` and HEAD_BYTES_MAX; an idle connection by a multiple of it
     body      its size is limited by its path, its time by its length
-    answer    a client that reads nothing for `body_timeout` is disconnected
+    answer    a client that reads nothing for `client_timeout` is disconnected
     pages     a separate thread moves the bytes of a long body between the socket and their frames, so that the event
               loop neither copies them nor waits for them. With TLS they go through the event loop.
 
@@ -39,8 +39,10 @@ from .refusal import Refused
 HEAD_BYTES_MAX = 16 << 10
 # Room for keys and frame numbers of the longest batch, with white space.
 JSON_BYTES_MAX = KEYS_MAX * 96 + 4096
-# The bytes of a body for each further `body_timeout`.
+# The bytes of a body for each further `client_timeout`.
 _TIMED_BYTES = 64 << 20
+# The time of an idle connection is so many times `client_timeout`: engines keep theirs between requests.
+_IDLE_FACTOR = 60
 # Received in one call: fits into the cache of a core, where it is hashed.
 _PIECE_BYTES = 256 << 10
 WRITE_SUFFIX = b"/write"
@@ -82,7 +84,7 @@ class Connection(PeerProtocol):
 
     def __init__(self, shared: Shared, listener: Listener) -> None:
         super().__init__(config=shared.uvicorn, server_state=shared.state, app_state={"listener": listener})
-        self.timeout_keep_alive = shared.config.idle_timeout  # type: ignore[assignment]
+        self.timeout_keep_alive = _IDLE_FACTOR * shared.config.client_timeout  # type: ignore[assignment]
         self.listener = listener
         self._shared = shared
         self._timer: asyncio.TimerHandle | None = None
@@ -106,7 +108,7 @@ class Connection(PeerProtocol):
         elif self.listener.connections > self._shared.config.connections_max:
             self._refuse("connections", Refused(503, ErrorKind.BUSY, "daemon: too many connections; try again", 1))
         else:
-            self._limit_time(self._shared.config.head_timeout, "head_timeout")
+            self._limit_time(self._shared.config.client_timeout, "head_timeout")
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Count the end of the connection."""
@@ -129,7 +131,7 @@ class Connection(PeerProtocol):
     def pause_writing(self) -> None:
         """Start the timeout of a client that does not read its answer."""
         super().pause_writing()
-        self._limit_time(self._shared.config.body_timeout, "answer_timeout")
+        self._limit_time(self._shared.config.client_timeout, "answer_timeout")
 
     def resume_writing(self) -> None:
         """Stop the timeout: the client has read a part."""
@@ -169,7 +171,7 @@ class Connection(PeerProtocol):
         )  # fmt: skip
         self.transport.write(head + retry + b"connection: close\r\n\r\n" + body)
         self.transport.close()
-        self._limit_time(self._shared.config.head_timeout, "answer_timeout")
+        self._limit_time(self._shared.config.client_timeout, "answer_timeout")
 
     # Requests
 
@@ -178,7 +180,7 @@ class Connection(PeerProtocol):
         if self._refusal is not None:
             return
         if self._is_in_head and not self._head_bytes:
-            self._limit_time(self._shared.config.head_timeout, "head_timeout")
+            self._limit_time(self._shared.config.client_timeout, "head_timeout")
         if self._is_in_head:
             self._head_bytes += len(data)
         super().data_received(data)
@@ -237,7 +239,7 @@ class Connection(PeerProtocol):
         self._limit_time(None)
         self._is_in_head = True
         if self.cycle.response_complete:  # the request was rejected, and this is the end of its body
-            self._limit_time(self._shared.config.idle_timeout, "idle_timeout")
+            self._limit_time(_IDLE_FACTOR * self._shared.config.client_timeout, "idle_timeout")
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -306,7 +308,7 @@ class Connection(PeerProtocol):
 
     async def _head_is_sent(self) -> None:
         """Wait until the loop has written the head of an answer, in its next iteration. Raises OSError."""
-        until_s, pause_s = time.monotonic() + self._shared.config.body_timeout, 0.0
+        until_s, pause_s = time.monotonic() + self._shared.config.client_timeout, 0.0
         while self.transport.get_write_buffer_size():
             if time.monotonic() >= until_s:
                 raise TimeoutError
@@ -321,7 +323,7 @@ class Connection(PeerProtocol):
         self.transport.abort()
 
     def _time_for(self, size_bytes: int) -> float:
-        return self._shared.config.body_timeout * (1 + size_bytes / _TIMED_BYTES)
+        return self._shared.config.client_timeout * (1 + size_bytes / _TIMED_BYTES)
 
     def _socket(self) -> socket.socket:
         """Return another descriptor of the socket, which stays valid if the loop closes its own."""

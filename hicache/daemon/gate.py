@@ -125,7 +125,7 @@ class Gate:
         if operation in _OF_MEMORY and not scope["state"]["listener"].is_unix:
             detail = "memory: is available only over the Unix socket; over TCP use read and write"
             return Refused(403, ErrorKind.ACCESS_DENIED, detail)
-        if calls.in_flight > config.requests_max:
+        if calls.in_flight > config.connections_max:
             calls.refuse("requests")
             return Refused(503, ErrorKind.BUSY, "daemon: too many requests are in progress; try again", 1)
         if self._node.state is NodeState.DRAINING and operation not in _PAGES:

@@ -35,6 +35,10 @@ from .statistics import ClientStatistics
 
 # An engine opens the memory that was created for it within this time.
 _JOIN_S = 60.0
+# Limits of all mappings together: more than the memory of today's hosts, which costs page tables only, and more than
+# the engines of a host.
+BYTES_MAX = 8 << 40
+COUNT_MAX = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +89,12 @@ class Memories:
     Invariant: the memory of a mapping in the table is mapped; `_bytes` is the sum over the table and `_opening`.
     """
 
-    def __init__(self, bytes_max: int, count_max: int, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self, bytes_max: int = BYTES_MAX, count_max: int = COUNT_MAX, clock: Clock = SYSTEM_CLOCK
+    ) -> None:
         self._clock = clock
-        self.bytes_max = bytes_max
-        self.count_max = count_max
+        self._bytes_max = bytes_max
+        self._count_max = count_max
         self._changed = threading.Condition()
         self._mappings: dict[str, Mapping] = {}
         self._opening: dict[str, int] = {}
@@ -105,10 +111,10 @@ class Memories:
                 self._take_out(known, deadline, gone)
             if name in self._opening:
                 raise Refused(503, ErrorKind.BUSY, "memory: another call is attaching this name; try again", 1)
-            if len(self._mappings) + len(self._opening) >= self.count_max:
-                raise Refused(503, ErrorKind.BUSY, "memory: too many are mapped; raise daemon.memories_max", 5)
-            if self._bytes + size_bytes > self.bytes_max:
-                raise Refused(413, ErrorKind.NO_SPACE, "memory: the limit would be exceeded; raise daemon.memory_max")
+            if len(self._mappings) + len(self._opening) >= self._count_max:
+                raise Refused(503, ErrorKind.BUSY, "memory: too many are mapped; run a second daemon", 5)
+            if self._bytes + size_bytes > self._bytes_max:
+                raise Refused(413, ErrorKind.NO_SPACE, "memory: the limit would be exceeded; run a second daemon")
             self._opening[name] = size_bytes
             self._bytes += size_bytes
         mapping = None

@@ -42,7 +42,7 @@ DAEMON_METRICS: tuple[MetricSpec[NodeStatistics], ...] = (
     MetricSpec("daemon_connections_max", "Limit of connections for each listener.", (),
                lambda n: n.connections_max, "The entry daemon.connections_max; SIGHUP reloads it."),
     MetricSpec("daemon_in_flight_requests", "Requests that are not yet answered.", (), lambda n: n.in_flight_requests,
-               "At daemon.requests_max further ones are rejected. Steadily high: the stores are slow."),
+               "At daemon.connections_max further ones are rejected. Steadily high: the stores are slow."),
     MetricSpec("daemon_requests_total", "Answers by operation and class of status.", ("operation", "status"), _requests,
                "5xx of a verb: see daemon_refused_requests_total. 4xx: a client has no token, has another version, or "
                "is not a HiCache client."),
@@ -61,7 +61,7 @@ DAEMON_METRICS: tuple[MetricSpec[NodeStatistics], ...] = (
                "Above 0 for long: an operation on that memory hangs in a store."),
     MetricSpec("daemon_client_memory_bytes", "Mapped memory of engines.", (),
                lambda n: sum(one.pages * one.frame_bytes for one in n.clients),
-               "At daemon.memory_max further engines send their pages through the socket."),
+               "At 8 TiB further engines send their pages through the socket."),
     MetricSpec("daemon_client_operations", "Operations in flight on memory of engines.", (),
                lambda n: sum(one.operations for one in n.clients),
                "Stays above 0 without load: a store hangs."),

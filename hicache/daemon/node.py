@@ -49,6 +49,8 @@ T = TypeVar("T")
 # Open stores of namespaces that no engine uses: engines that restart, such as the ranks of a node, find their stores
 # open and their counts continued, and those of earlier weights are closed soon.
 _IDLE_STORES_MAX = 8
+# A namespace may have this part of all requests, so that a slow store leaves most of them to others.
+_SHARES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +90,7 @@ class Node:
         self.instance = secrets.token_hex(16)
         self.state = NodeState.STARTING
         self.calls = CallCounters()
-        self.memories = Memories(config.daemon.memory_max, config.daemon.memories_max, clock)
+        self.memories = Memories(clock=clock)
         self.environ = os.environ if environ is None else environ
         self.storage = Attachment(StorageOpener(config, self.environ, clock=clock), clock)
         self.quotas: dict[str, int] = {}  # bytes of the pool, by namespace
@@ -171,7 +173,7 @@ class Node:
                 return _as_misses(answer), []
             return answer, errors
 
-        return await namespace.submit(call, self.config.daemon.namespace_requests_max)
+        return await namespace.submit(call, max(1, self.config.daemon.connections_max // _SHARES))
 
     def namespaces(self) -> list[Namespace]:
         """Return all open namespaces, in order of their opening."""
@@ -201,7 +203,6 @@ class Node:
         changes nothing."""
         opener = StorageOpener(config, self.environ, clock=self.clock)
         self.config, self.storage.opener = config, opener
-        self.memories.bytes_max, self.memories.count_max = config.daemon.memory_max, config.daemon.memories_max
 
     def set_quota(self, digest: str, quota_bytes: int | None) -> None:
         """Limit the bytes of a namespace in the pool, now and when it is opened again; None removes the limit."""

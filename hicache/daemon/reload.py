@@ -15,9 +15,8 @@ from .node import Node
 # read again without a reload too.
 RELOADED = frozenset({
     "daemon.hosts", "daemon.token_file", "daemon.token_env", "daemon.admin_token_file", "daemon.admin_token_env",
-    "daemon.memory_max", "daemon.memories_max", "daemon.namespaces_max", "daemon.connections_max",
-    "daemon.requests_max", "daemon.namespace_requests_max", "daemon.request_timeout", "daemon.head_timeout",
-    "daemon.body_timeout", "daemon.idle_timeout", "daemon.drain_timeout", "logging.level", "logging.format",
+    "daemon.namespaces_max", "daemon.connections_max", "daemon.client_timeout", "daemon.drain_timeout", "logging.level",
+    "logging.format",
 })  # fmt: skip
 # The entries of a guard, anywhere in `storage`.
 _OVERRIDES = (".guard.read", ".guard.write")

@@ -165,7 +165,7 @@ class Server:
     async def _listen(self, kind: Listener, sock: socket.socket, tls: ssl.SSLContext | None) -> asyncio.Server:
         return await asyncio.get_running_loop().create_server(
             lambda: Connection(self._shared, kind), sock=sock, ssl=tls, backlog=BACKLOG,
-            ssl_handshake_timeout=self._shared.config.head_timeout if tls else None,
+            ssl_handshake_timeout=self._shared.config.client_timeout if tls else None,
         )  # fmt: skip
 
     async def _renew(self) -> None:

@@ -232,7 +232,7 @@ class FrameCodec:
             encoding |= Encoding.BYTE_PLANES
             source = self._buffers.take()[: self.payload_bytes]
             split_planes(payload, source)
-        packed = compress(source, compression.level)
+        packed = compress(source)
         if frame_bytes(len(packed)) >= self.frame_bytes:
             return Encoding(0), payload
         return encoding, memoryview(packed)

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import InvalidInput, MissingPackage, install_hint
+from ..errors import MissingPackage, install_hint
 
 if TYPE_CHECKING:
     from types import ModuleType
 
-# Higher levels need a core per 50 MB/s and save one percent more. Up to this level, the window is within the bound.
-LEVEL_MAX = 12
+# Higher levels need a core per 50 MB/s, and save one percent more.
+_LEVEL = 1
 # The largest window that a reader accepts; levels up to 12 write at most 4 MiB.
 WINDOW_BYTES_MAX = 8 << 20
 _contexts = threading.local()
@@ -33,17 +33,10 @@ _contexts = threading.local()
 
 @dataclass(frozen=True, slots=True)
 class Compression:
-    """The compression of payloads: the zstd level, and whether 16-bit elements are first split into byte planes.
+    """The compression of payloads by zstd: whether 16-bit elements are first split into byte planes, which helps for
+    float16 and bfloat16, and is harmful for other dtypes."""
 
-    Level 1 is the fastest. Planes help for float16 and bfloat16, and are harmful for other dtypes. Raises InvalidInput.
-    """
-
-    level: int = 1
     byte_planes: bool = True
-
-    def __post_init__(self) -> None:
-        if type(self.level) is not int or not 1 <= self.level <= LEVEL_MAX:
-            raise InvalidInput(f"compression: the level must be between 1 and {LEVEL_MAX}, got {self.level!r}")
 
 
 def is_available() -> bool:
@@ -57,12 +50,11 @@ def require_zstandard() -> None:
         raise MissingPackage(f"compression: the package zstandard is missing; {install_hint('compression')}")
 
 
-def compress(payload: memoryview, level: int) -> bytes:
+def compress(payload: memoryview) -> bytes:
     """Return `payload` as one zstd frame that declares its length. REQUIRES: `require_zstandard`."""
-    compressors = vars(_contexts).setdefault("compressors", {})
-    if level not in compressors:
-        compressors[level] = importlib.import_module("zstandard").ZstdCompressor(level=level)
-    packed: bytes = compressors[level].compress(payload)
+    if not hasattr(_contexts, "compressor"):
+        _contexts.compressor = importlib.import_module("zstandard").ZstdCompressor(level=_LEVEL)
+    packed: bytes = _contexts.compressor.compress(payload)
     return packed
 
 

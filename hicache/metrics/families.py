@@ -102,8 +102,7 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
                "Differs between replicas only during a rollout."),
     MetricSpec("refused_operations_total", "Operations rejected by a limit, by queue.", ("queue",),
                lambda s: {queue: s.controller.refused.get(queue, 0) for queue in _BOUNDED_QUEUES},
-               "The tier behind it is too slow, or the limit too small: transfer.write_pages_max, "
-               "transfer.load_pages_max, prefetch.operations_max, transfer.store_host_share."),
+               "The tier behind it is too slow, or for `backup` transfer.store_host_share too small."),
     MetricSpec("moved_pages_total", "Pages moved between tiers.", ("direction",),
                lambda s: {"device_to_host": s.controller.written_pages, "host_to_device": s.controller.loaded_pages,
                           "storage_to_host": s.controller.prefetched_pages,
@@ -137,7 +136,7 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
                "A subscriber does not keep up."),
     MetricSpec("event_gaps_total", "Times when events were dropped before they were published.", (),
                lambda s: None if s.publisher is None else s.publisher.gaps,
-               "Raise events.buffer."),
+               "The publisher has too little processor time, or pages are small."),
     MetricSpec("event_refused_total", "Connections with unlisted keys, and invalid requests.", (),
                lambda s: None if s.publisher is None else s.publisher.refused,
                "A client connects without a listed key, or a subscriber has an old key."),

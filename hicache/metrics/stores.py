@@ -140,7 +140,7 @@ STORE_METRICS: tuple[MetricSpec[StoreStatistics], ...] = (
                "the call hangs past its deadline."),
     MetricSpec("backend_retried_calls_total", "Calls that were retried.", ("direction",),
                _guarded(lambda g: {way: g.retried_calls.get(way, 0) for way in g.breakers}),
-               "Steadily near storage.guard.retry_share: the store loses requests."),
+               "Steadily near a tenth of all calls: the store loses requests."),
     MetricSpec("backend_in_flight_bytes", "Bytes of frames being read or written.", (),
                _guarded(lambda g: g.in_flight_bytes),
                "At storage.guard.in_flight calls wait for each other."),

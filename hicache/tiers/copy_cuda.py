@@ -39,6 +39,8 @@ from .runtime import WORDS, DeviceRuntime, Event
 logger = logging.getLogger(__name__)
 
 _POLL_S = 50e-6
+# Multiprocessors for a kernel of the staged path: 16 are not faster for short pieces, and leave less for compute.
+_PROGRAMS = 8
 # Engines closed with copies in flight: their memory stays allocated, pinned and mapped.
 _UNFINISHED: list[CopyEngine] = []
 
@@ -273,7 +275,7 @@ class CudaCopyEngine(CopyEngine):
         paths = None
         if path == "staged":
             try:
-                paths = self._staged(config.multiprocessors, slot_bytes)
+                paths = self._staged(_PROGRAMS, slot_bytes)
             except TransferError as error:
                 if config.path == "staged":
                     raise

@@ -86,7 +86,7 @@ class Daemon:
         sections = {} if storage is None else {"storage": storage}
         config.write_text(yaml.safe_dump({**sections, "daemon": {
             "socket": str(self.socket), "listen": f"{LOOPBACK}:{self.port}", "token_file": str(self.token),
-            "pool": pool, "memories_max": 256,
+            "pool": pool,
         }}))  # fmt: skip
         self._log = (folder / "log").open("wb")
         command = [sys.executable, "-m", "hicache", "serve", "-c", str(config)]

@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 import numpy as np
@@ -183,11 +183,15 @@ def receive(endpoint: str, made: list[Stored]) -> tuple[zmq.Context[zmq.Socket[b
     return context, subscriber
 
 
+class _PatientEvents(EventsConfig):
+    queued_batches_max: ClassVar[int] = 65536  # the subscriber gets everything
+
+
 def publish_ours(directory: Path, made: list[Stored]) -> float:
     """Return the seconds from the first put to the last event at the subscriber."""
     stream = EventStream(CAPACITY_BYTES)
     with EventPublisher(
-        stream, EventsConfig(endpoint=f"ipc://{directory}/ours", queued_batches_max=65536)
+        stream, _PatientEvents(endpoint=f"ipc://{directory}/ours")
     ) as publisher:
         context, subscriber = receive(publisher.endpoint, made)
         while not subscriber.poll(1):

@@ -107,7 +107,6 @@ def forms() -> dict[str, FrameCodec]:
         "AES-256-GCM": FrameCodec(NAMESPACE, PAGE_BYTES, encryption_keys=[SECRET]),
         "zstd, no planes": FrameCodec(NAMESPACE, PAGE_BYTES, compression=whole),
         "zstd": FrameCodec(NAMESPACE, PAGE_BYTES, compression=planes),
-        "zstd, level 3": FrameCodec(NAMESPACE, PAGE_BYTES, compression=Compression(level=3)),
         "zstd + GCM": FrameCodec(NAMESPACE, PAGE_BYTES, encryption_keys=[SECRET], compression=planes),
     }
 

@@ -30,6 +30,7 @@ from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config.guard import GuardConfig, InjectConfig
 from hicache.frame import FrameCodec
 from tests.clocks import PassingClock
+from tests.tuned import tuned
 from tests.waiting import wait_for
 
 from ._files import OPENED
@@ -157,7 +158,7 @@ def test_closing_releases_hanging_calls() -> None:
 
 
 def test_faults_are_injected_between_the_guard_and_the_driver() -> None:
-    store = open_spec(BackendSpec("memory", guard=GuardConfig(inject={"error_share": 1.0}, failures=50)), CODEC)
+    store = open_spec(BackendSpec("memory", guard=tuned(GuardConfig, inject={"error_share": 1.0}, failures=50)), CODEC)
     assert isinstance(store, Store)
     assert put(store) == [SetOutcome.ERROR] * 20
     assert store.statistics().errors.keys() == {INJECTED} and store.usage().pages == 0

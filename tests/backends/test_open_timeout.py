@@ -8,22 +8,27 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
 from hicache.backends.remote.driver import create_memory
 from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, open_backend
+from hicache.config import Section
 from hicache.config.remote_storage import RemoteStorageOptions
+from hicache.config.s3_storage import S3StorageOptions
+from hicache.config.storage import STORAGE_SECTIONS
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 from hicache_lab.devservers.ports import LOOPBACK
+from tests.tuned import tuned
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 # Below the limits that would end the attempts otherwise: 30 s and 60 s.
 ENDS_S = 20.0
 # Only `open_timeout` can end an attempt in time.
 LONG = {"timeout": 60}
+SHORT = {"open_timeout": 0.3, "connect_timeout": 60.0}
 
 
 @pytest.fixture
@@ -46,7 +51,7 @@ def options_of(kind: str, silent: Any) -> dict[str, Any]:
         return LONG | ({"socket": str(silent)} if is_unix else {"url": f"http://{LOOPBACK}:{silent}"})
     return LONG | {
         "bucket": "pages", "endpoint_url": f"http://{LOOPBACK}:{silent}", "region": "us-east-1",
-        "connect_timeout": 60, "access_key_env": "TEST_ACCESS", "secret_key_env": "TEST_SECRET",
+        "access_key_env": "TEST_ACCESS", "secret_key_env": "TEST_SECRET",
     }  # fmt: skip
 
 
@@ -71,13 +76,14 @@ def test_opening_a_store_on_a_silent_server_ends_at_the_time_limit(
 ) -> None:
     monkeypatch.setenv("TEST_ACCESS", "access")
     monkeypatch.setenv("TEST_SECRET", "secret")
-    options = options_of(kind, silent) | {"open_timeout": 0.3}
+    section = STORAGE_SECTIONS[kind].model_fields["options"].annotation
+    options: Any = tuned(cast("type[Section]", section), **options_of(kind, silent), **SHORT)
     assert fails_in_time(lambda: open_backend(kind, CODEC, options))
 
 
 @pytest.mark.parametrize("silent", ["tcp", "unix"], indirect=True)
 def test_creating_memory_at_a_silent_daemon_ends_at_the_time_limit(silent: Any) -> None:
-    options = RemoteStorageOptions(**options_of("remote", silent), open_timeout=0.3)
+    options = tuned(RemoteStorageOptions, **options_of("remote", silent), **SHORT)
     assert fails_in_time(lambda: create_memory(options, "test-silent", bytes(32), PAYLOAD_BYTES, 4))
 
 
@@ -91,6 +97,6 @@ def test_a_service_of_credentials_that_does_not_answer_ends_the_opening(
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", os.devnull)
     monkeypatch.setenv("AWS_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", url)
-    options = {"bucket": "pages", "endpoint_url": url, "open_timeout": 0.3}
+    options = tuned(S3StorageOptions, bucket="pages", endpoint_url=url, **SHORT)
     with pytest.raises(BackendUnavailable, match="did not get credentials in time"):
         open_backend("s3", CODEC, options)

@@ -15,6 +15,7 @@ from hicache.keys import RadixKey, page_keys
 from hicache.types import PageIds
 from tests.cache.world import GEOMETRY, World, prompt
 from tests.stamps import Stamps
+from tests.tuned import tuned
 
 STEPS = 150
 NO_POLICIES: Mapping[str, Any] = {}
@@ -65,11 +66,13 @@ def small_world(
         device_pages=device_pages * scale, host_pages=host_pages * scale, backend=backend,
         config=HiCacheConfig(
             load_back_threshold_tokens=4,
-            prefetch=PrefetchConfig(
+            prefetch=tuned(
+                PrefetchConfig,
                 policy=prefetch_policy, threshold_tokens=8, timeout_base=timeout_s, timeout_per_1024_tokens=0,
                 operations_max=4,
             ),
-            transfer=TransferConfig(
+            transfer=tuned(
+                TransferConfig,
                 storage_batch_pages=2 * scale, write_pages_max=30 * scale, load_pages_max=20 * scale,
                 store_host_share=0.3,
             ),

@@ -19,6 +19,7 @@ from hicache.config import HiCacheConfig
 from hicache.config.schema import SessionsConfig
 from hicache.keys import BIGRAM_BYTES, RadixKey
 from tests.cache.world import GEOMETRY, AutoClosed, StepClock, World, every_hit
+from tests.tuned import tuned
 
 PAGE = GEOMETRY.page_size
 _TOKEN_BYTES = GEOMETRY.heads * GEOMETRY.head_dim * 4
@@ -46,7 +47,7 @@ class Talks(AutoClosed):
         config: HiCacheConfig | None = None,
         **parts: Any,
     ) -> None:
-        sessions = SessionsConfig(ttl=60.0, sessions_max=sessions_max)
+        sessions = tuned(SessionsConfig, ttl=60.0, sessions_max=sessions_max)
         config = (config or every_hit()).model_copy(update={"sessions": sessions})
         self.clock = StepClock()
         self.world = World(config=config, kind=kind, clock=self.clock, **parts)

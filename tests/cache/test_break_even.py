@@ -17,6 +17,7 @@ from hicache.cache.break_even import (
     OBSERVATIONS_MIN,
     PREFILL_TOKENS_MIN,
     PROBE_EVERY,
+    UNKNOWN,
     WINDOW,
     Ahead,
     BreakEven,
@@ -49,9 +50,10 @@ def measured(
     prefill: int = PREFILL_TOKENS_PER_S,
     config: BreakEvenConfig | None = None,
     probe_every: int = PROBE_EVERY,
+    given: Rates = UNKNOWN,
 ) -> BreakEven:
     """Return a `BreakEven` that has measured the given speeds with operations of several sizes."""
-    break_even = BreakEven(config, probe_every=probe_every)
+    break_even = BreakEven(config, probe_every=probe_every, given=given)
     for size in (1, 2, 4, 8, 16):
         break_even.observe_transfer(Route.LOAD, size * MIB, size * MIB / host)
         break_even.observe_transfer(Route.PREFETCH, size * MIB, size * MIB / storage)
@@ -77,13 +79,12 @@ def test_a_tier_above_the_break_even_bandwidth_pays_and_one_below_does_not() -> 
     assert decide(measured(host=SLOW), Route.LOAD) is Decision.TOO_SLOW
 
 
-@pytest.mark.parametrize("margin", [1.0, 1.5])
-def test_a_hit_pays_from_the_wait_on_that_it_lacks(margin: float) -> None:
-    break_even = measured(storage=SLOW, config=BreakEvenConfig(margin=margin))
+def test_a_hit_pays_from_the_wait_on_that_it_lacks() -> None:
+    break_even = measured(storage=SLOW)
     hit = (Route.PREFETCH, 1024, 1024 * TOKEN_BYTES)
     lacking_s = break_even.lacking_s(*hit)
     fetch_s, compute_s = 1024 * TOKEN_BYTES * (1 / SLOW + 1 / (50 * GIB)), 1024 / PREFILL_TOKENS_PER_S
-    assert lacking_s == pytest.approx(fetch_s - margin * compute_s, rel=0.01)
+    assert lacking_s == pytest.approx(fetch_s - compute_s, rel=0.01)
     assert break_even.lacking_s(*hit, Ahead(wait_s=0.01)) == pytest.approx(lacking_s - 0.01)
     assert break_even.would(*hit, Ahead(wait_s=0.99 * lacking_s)) is Decision.TOO_SLOW
     assert break_even.would(*hit, Ahead(wait_s=1.01 * lacking_s)) is Decision.PAYS
@@ -115,28 +116,23 @@ def test_a_round_trip_pays_for_a_long_hit_but_not_for_a_short_one() -> None:
     assert decide(break_even, Route.PREFETCH, 8192) is Decision.PAYS
 
 
-def test_a_margin_above_one_accepts_slower_fetches_and_one_below_requires_a_gain() -> None:
-    assert decide(measured(storage=SLOW, config=BreakEvenConfig(margin=4)), Route.PREFETCH) is Decision.PAYS
-    assert decide(measured(storage=FAST, config=BreakEvenConfig(margin=0.25)), Route.PREFETCH) is Decision.TOO_SLOW
-
-
 def test_mode_always_ignores_measurements() -> None:
     break_even = measured(host=1, storage=1, config=BreakEvenConfig(mode="always"))
     for route in Route:
         assert {decide(break_even, route) for _ in range(3 * PROBE_EVERY)} == {Decision.OVERRIDDEN}
 
 
-def test_configured_speeds_replace_measured_ones_from_the_first_decision_on() -> None:
-    slow = BreakEvenConfig(prefill_tokens_per_second=20_000, host_bandwidth=50 * GIB, storage_bandwidth=SLOW)
-    assert decide(BreakEven(slow), Route.LOAD) is Decision.PAYS
-    assert decide(BreakEven(slow), Route.PREFETCH) is Decision.TOO_SLOW
-    assert decide(measured(storage=FAST, config=slow), Route.PREFETCH) is Decision.TOO_SLOW
-    fast = BreakEvenConfig(storage_bandwidth=FAST)
-    assert decide(measured(storage=SLOW, config=fast), Route.PREFETCH) is Decision.PAYS
+def test_given_speeds_replace_measured_ones_from_the_first_decision_on() -> None:
+    slow = Rates(prefill_tokens_per_s=20_000, host_bytes_per_s=50 * GIB, storage_bytes_per_s=SLOW)
+    assert decide(BreakEven(given=slow), Route.LOAD) is Decision.PAYS
+    assert decide(BreakEven(given=slow), Route.PREFETCH) is Decision.TOO_SLOW
+    assert decide(measured(storage=FAST, given=slow), Route.PREFETCH) is Decision.TOO_SLOW
+    fast = Rates(storage_bytes_per_s=FAST)
+    assert decide(measured(storage=SLOW, given=fast), Route.PREFETCH) is Decision.PAYS
 
 
-def test_a_route_whose_speeds_are_all_configured_is_not_probed() -> None:
-    break_even = BreakEven(BreakEvenConfig(prefill_tokens_per_second=20_000, host_bandwidth=1, storage_bandwidth=1))
+def test_a_route_whose_speeds_are_all_given_is_not_probed() -> None:
+    break_even = BreakEven(given=Rates(prefill_tokens_per_s=20_000, host_bytes_per_s=1, storage_bytes_per_s=1))
     for route in Route:
         assert {decide(break_even, route) for _ in range(3 * PROBE_EVERY)} == {Decision.TOO_SLOW}
 
@@ -287,7 +283,7 @@ def test_three_stalls_of_thirty_seconds_among_seven_operations_do_not_change_a_d
 
 
 def test_the_first_operation_alone_does_not_count_as_a_measurement() -> None:
-    break_even = BreakEven(BreakEvenConfig(prefill_tokens_per_second=20_000, host_bandwidth=50 * GIB))
+    break_even = BreakEven(given=Rates(prefill_tokens_per_s=20_000, host_bytes_per_s=50 * GIB))
     break_even.observe_transfer(Route.PREFETCH, MIB, 5.0)  # the warm-up
     for _ in range(OBSERVATIONS_MIN - 1):
         break_even.use_rates(break_even.rates())
@@ -473,11 +469,9 @@ def test_the_decision_to_store_ignores_the_fixed_times_because_the_prefix_may_be
     assert decide(break_even, Route.STORE, 64) is Decision.PAYS
 
 
-@given(rates, hits, st.integers(1, 1 << 30), st.floats(1 / 64, 64))
-def test_a_run_whose_prefetch_pays_is_also_stored(
-    speeds: Rates, tokens: int, bytes_: int, margin: float
-) -> None:
-    break_even = BreakEven(BreakEvenConfig(margin=margin))
+@given(rates, hits, st.integers(1, 1 << 30))
+def test_a_run_whose_prefetch_pays_is_also_stored(speeds: Rates, tokens: int, bytes_: int) -> None:
+    break_even = BreakEven()
     break_even.use_rates(speeds)
     pays = break_even.would(Route.PREFETCH, tokens, bytes_) is Decision.PAYS
     assert not pays or break_even.would(Route.STORE, tokens, bytes_) is Decision.PAYS
@@ -503,10 +497,10 @@ class MeasuredStore:
     """A cache with a prefill of one token per millisecond, which has measured a store that is faster."""
 
     def __init__(self, *, probe_every: int) -> None:
-        config = BreakEvenConfig(prefill_tokens_per_second=1000, host_bandwidth=1 << 50)
+        given = Rates(prefill_tokens_per_s=1000, host_bytes_per_s=1 << 50)
         self.driver, self.faults = MemoryDriver(), Faults()
         backend = Store(self.driver, codec(), UNGUARDED, faults=self.faults)
-        self.world = World(backend=backend, break_even=BreakEven(config, probe_every=probe_every))
+        self.world = World(backend=backend, break_even=BreakEven(given=given, probe_every=probe_every))
         self.prompts = itertools.count(1)
         self.world.serve("store", KEY)
         for _ in range(WINDOW):

@@ -6,7 +6,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from hicache.cache.break_even import PROBE_EVERY, WINDOW, Ahead, BreakEven, Decision, Rates, Route
-from hicache.config import BreakEvenConfig
 
 PAGE_BYTES, PAGE_TOKENS = 1_000_000, 64
 # A page is computed in 64 ms, and read in 100 ms; the load takes no time.
@@ -19,12 +18,11 @@ aheads = st.builds(Ahead, waits, st.integers(0, 10_000), st.floats(0, 100))
 speeds = st.integers(1, 1 << 40)
 rates = st.builds(Rates, speeds, speeds, speeds, speeds, speeds)
 hits = st.integers(1, 1 << 14)
-margins = st.floats(1 / 16, 16)
 
 
-def break_even_of(speed: Rates, margin: float = 1.0) -> BreakEven:
+def break_even_of(speed: Rates) -> BreakEven:
     """Return a `BreakEven` that decides by the given speeds."""
-    break_even = BreakEven(BreakEvenConfig(margin=margin), PAGE_BYTES)
+    break_even = BreakEven(None, PAGE_BYTES)
     break_even.use_rates(speed)
     return break_even
 
@@ -58,34 +56,34 @@ def test_a_slow_fetch_pays_if_many_requests_would_wait_for_its_computing() -> No
     assert would(SLOW, 100, Ahead(arrivals_per_s=0.18)) is Decision.PAYS
 
 
-@given(rates, hits, aheads, margins)
-def test_a_hit_pays_exactly_if_it_is_there_in_time(speed: Rates, pages: int, ahead: Ahead, margin: float) -> None:
+@given(rates, hits, aheads)
+def test_a_hit_pays_exactly_if_it_is_there_in_time(speed: Rates, pages: int, ahead: Ahead) -> None:
     compute_s = pages * PAGE_TOKENS / speed.prefill_tokens_per_s
     fetch_s = sum(seconds(speed, pages)) + ahead.pages * PAGE_BYTES / speed.storage_bytes_per_s
-    spared_s = ahead.wait_s + margin * compute_s + ahead.arrivals_per_s / 2 * compute_s**2
+    spared_s = ahead.wait_s + compute_s + ahead.arrivals_per_s / 2 * compute_s**2
     assume(abs(fetch_s - spared_s) > 1e-6 * (fetch_s + spared_s))
-    decision = break_even_of(speed, margin).would(Route.PREFETCH, pages * PAGE_TOKENS, pages, ahead)
+    decision = break_even_of(speed).would(Route.PREFETCH, pages * PAGE_TOKENS, pages, ahead)
     assert decision is (Decision.PAYS if fetch_s < spared_s else Decision.TOO_SLOW)
 
 
-@given(rates, hits, margins, st.sampled_from((Route.LOAD, Route.PREFETCH)))
+@given(rates, hits, st.sampled_from((Route.LOAD, Route.PREFETCH)))
 def test_without_a_wait_reads_and_arrivals_the_times_of_fetching_and_computing_decide(
-    speed: Rates, pages: int, margin: float, route: Route
+    speed: Rates, pages: int, route: Route
 ) -> None:
     fetch_s = 1 / speed.host_operations_per_s + pages * PAGE_BYTES / speed.host_bytes_per_s
     if route is Route.PREFETCH:
         fetch_s = sum(seconds(speed, pages))
-    compute_s = margin * pages * PAGE_TOKENS / speed.prefill_tokens_per_s
+    compute_s = pages * PAGE_TOKENS / speed.prefill_tokens_per_s
     assume(abs(fetch_s - compute_s) > 1e-6 * (fetch_s + compute_s))
-    decision = break_even_of(speed, margin).would(route, pages * PAGE_TOKENS, pages)
+    decision = break_even_of(speed).would(route, pages * PAGE_TOKENS, pages)
     assert decision is (Decision.PAYS if fetch_s < compute_s else Decision.TOO_SLOW)
 
 
-@given(rates, hits, aheads, waits, st.integers(1, 64), margins)
+@given(rates, hits, aheads, waits, st.integers(1, 64))
 def test_a_hit_that_pays_or_pays_partly_is_not_refused_after_a_longer_wait(
-    speed: Rates, pages: int, ahead: Ahead, more_s: float, part_pages: int, margin: float
+    speed: Rates, pages: int, ahead: Ahead, more_s: float, part_pages: int
 ) -> None:
-    break_even, tokens = break_even_of(speed, margin), pages * PAGE_TOKENS
+    break_even, tokens = break_even_of(speed), pages * PAGE_TOKENS
     before = break_even.would(Route.PREFETCH, tokens, pages, ahead, part_pages)
     later = ahead._replace(wait_s=ahead.wait_s + more_s)
     after = break_even.would(Route.PREFETCH, tokens, pages, later, part_pages)
@@ -93,9 +91,9 @@ def test_a_hit_that_pays_or_pays_partly_is_not_refused_after_a_longer_wait(
     assert not before.go or after.go
 
 
-@given(rates, hits, aheads, st.integers(1, 1000), margins)
+@given(rates, hits, aheads, st.integers(1, 1000))
 def test_a_hit_that_pays_also_pays_with_a_faster_store(
-    speed: Rates, pages: int, ahead: Ahead, factor: int, margin: float
+    speed: Rates, pages: int, ahead: Ahead, factor: int
 ) -> None:
     fast = speed._replace(
         storage_bytes_per_s=factor * speed.storage_bytes_per_s,
@@ -103,7 +101,7 @@ def test_a_hit_that_pays_also_pays_with_a_faster_store(
     )
     tokens = pages * PAGE_TOKENS
     before, after = (
-        break_even_of(each, margin).would(Route.PREFETCH, tokens, pages, ahead) for each in (speed, fast)
+        break_even_of(each).would(Route.PREFETCH, tokens, pages, ahead) for each in (speed, fast)
     )
     assert before is not Decision.PAYS or after is Decision.PAYS
 
@@ -121,11 +119,11 @@ def test_of_a_hit_that_is_too_slow_the_pages_that_arrive_during_the_wait_pay() -
     assert would(SLOW, 100, Ahead(), 1) is Decision.TOO_SLOW
 
 
-@given(rates, hits, aheads, margins, st.integers(1, 64))
+@given(rates, hits, aheads, st.integers(1, 64))
 def test_the_paying_part_is_there_when_its_request_could_start_and_a_page_more_would_be_late(
-    speed: Rates, pages: int, ahead: Ahead, margin: float, part_pages: int
+    speed: Rates, pages: int, ahead: Ahead, part_pages: int
 ) -> None:
-    break_even, tokens = break_even_of(speed, margin), pages * PAGE_TOKENS
+    break_even, tokens = break_even_of(speed), pages * PAGE_TOKENS
     decision = break_even.would(Route.PREFETCH, tokens, pages, ahead, part_pages)
     part = break_even.paying_pages(tokens, pages, ahead)
     assert 0 <= part <= pages
@@ -137,7 +135,7 @@ def test_the_paying_part_is_there_when_its_request_could_start_and_a_page_more_w
     def late_s(part: int) -> float:
         """Return how much later the request starts than without the fetch."""
         fixed_s, pages_s = seconds(speed, part)
-        return read_s + fixed_s + pages_s - ahead.wait_s - margin * part * PAGE_TOKENS / speed.prefill_tokens_per_s
+        return read_s + fixed_s + pages_s - ahead.wait_s - part * PAGE_TOKENS / speed.prefill_tokens_per_s
 
     exact_s = 1e-9 * (ahead.wait_s + read_s + sum(seconds(speed, pages)))
     assert late_s(part) <= exact_s
@@ -178,10 +176,10 @@ def test_a_slow_store_is_written_to_if_fetching_relieves_the_requests_that_arriv
     assert break_even.would(Route.STORE, 6400, 100, break_even.usual_ahead) is Decision.PAYS
 
 
-@given(rates, hits, aheads, margins)
+@given(rates, hits, aheads)
 def test_a_run_whose_prefetch_pays_is_stored_if_what_was_ahead_of_it_is_usual(
-    speed: Rates, pages: int, ahead: Ahead, margin: float
+    speed: Rates, pages: int, ahead: Ahead
 ) -> None:
-    break_even, tokens = break_even_of(speed, margin), pages * PAGE_TOKENS
+    break_even, tokens = break_even_of(speed), pages * PAGE_TOKENS
     if break_even.decide(Route.PREFETCH, tokens, pages, ahead) is Decision.PAYS:
         assert break_even.would(Route.STORE, tokens, pages, break_even.usual_ahead) is Decision.PAYS

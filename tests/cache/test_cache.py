@@ -15,6 +15,7 @@ from hicache.tiers import Fence, PagedTokenToKVPoolAllocator, Transfer
 from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import Indices, PageIds
 from tests.cache.world import GEOMETRY, World, memory_backend, prompt
+from tests.tuned import tuned
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_short_prompts_are_not_looked_up_in_storage() -> None:
 
 
 def test_pages_that_a_full_write_queue_rejects_are_backed_up_at_their_next_use() -> None:
-    world = World(transfer=TransferConfig(write_pages_max=2))
+    world = World(transfer=tuned(TransferConfig, write_pages_max=2))
     world.serve("a", prompt(1, 2, 3))
     assert world.controller.statistics().refused == {"write": 1}
     world.settle()

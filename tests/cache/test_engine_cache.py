@@ -19,7 +19,7 @@ from hicache.backends.base import GetOutcome
 from hicache.backends.storage import Storage
 from hicache.cache import EngineCache, create_cache
 from hicache.cache.engine_cache import Found, Prefix
-from hicache.config import HiCacheConfig
+from hicache.config import HiCacheConfig, TransferConfig
 from hicache.controller import HiCacheController
 from hicache.errors import ConfigError, InvalidInput
 from hicache.frame import PageBuffer
@@ -29,6 +29,7 @@ from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import NO_PAGES, Indices, PageIds
 from tests.cache.world import GEOMETRY, NAMESPACE, GatedBackend
 from tests.seeds import seeds
+from tests.tuned import tuned
 from tests.waiting import wait_for
 
 PAGE = GEOMETRY.page_size
@@ -327,8 +328,7 @@ def test_a_request_of_a_replaced_tree_ends_normally() -> None:
 
 
 def test_a_promise_is_kept_as_a_whole_or_not_at_all() -> None:
-    entries = {"transfer": {"load_pages_max": 4, "write_pages_max": 4}}
-    with engine_of(**entries) as engine:
+    with engine_of(transfer=tuned(TransferConfig, load_pages_max=4, write_pages_max=4)) as engine:
         whole(engine, tokens_of(1, 8))
         assert engine.cache.drain(10)
         engine.cache.make_room(8)

@@ -41,10 +41,10 @@ def file_storage(path: Path) -> dict[str, object]:
 
 
 def test_the_sizes_and_limits_of_the_configuration_are_used() -> None:
-    with create_cache(config(host={"ratio": 3}, transfer={"write_pages_max": 7}), NAMESPACE) as cache:
+    with create_cache(config(host={"ratio": 3}, transfer={"io_workers": 3}), NAMESPACE) as cache:
         assert isinstance(cache, HiRadixCache)
         assert (cache.device.pages, cache.host.pages) == (16, 48)
-        assert cache.controller.config.transfer.write_pages_max == 7
+        assert cache.controller.config.transfer.io_workers == 3
         assert cache.config.prefetch.threshold_tokens == 4
         assert not cache.host.pinned
 
@@ -111,10 +111,10 @@ def store_two_pages(settings: HiCacheConfig, namespace: Namespace, root: Path) -
 
 
 def test_with_a_mac_key_stored_pages_have_a_keyed_tag(tmp_path: Path) -> None:
-    root, new = tmp_path / "pages", key_file(tmp_path / "mac.key", "ab")
-    settings = config(storage=file_storage(root), integrity={
-        "mac_key_file": new, "previous_mac_key_file": key_file(tmp_path / "old.key", "cd"),
-    })  # fmt: skip
+    root, keys = tmp_path / "pages", tmp_path / "mac.key"
+    keys.write_text("ab" * 32 + "\n" + "cd" * 32)
+    keys.chmod(0o600)
+    settings = config(storage=file_storage(root), integrity={"mac_key_file": str(keys)})
     for header in store_two_pages(settings, NAMESPACE, root):
         assert header.tag_kind == TagKind.AES_256_GMAC
         assert header.key_id == key_id(TagKind.AES_256_GMAC, bytes.fromhex("ab" * 32)), "the current key seals"

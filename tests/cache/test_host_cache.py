@@ -11,9 +11,9 @@ import pytest
 
 from hicache.backends.base import Direction, GetOutcome
 from hicache.cache import HostCache, HostLoad, HostMatch, create_host_cache
-from hicache.cache.break_even import BreakEven
+from hicache.cache.break_even import BreakEven, Rates
 from hicache.cache.statistics import NO_TIER
-from hicache.config import BreakEvenConfig, HiCacheConfig, TransferConfig
+from hicache.config import HiCacheConfig, TransferConfig
 from hicache.errors import ConfigError, InvalidInput
 from hicache.events import EventStream, Medium, PrefixIndex
 from hicache.frame import PageBuffer
@@ -168,12 +168,12 @@ def test_storage_behind_the_device_is_read_with_the_pages_before_it() -> None:
 
 def test_pages_on_the_device_are_only_read_if_those_behind_them_pay_for_both() -> None:
     """Storage reads two pages in the time in which one is computed."""
-    speeds = BreakEvenConfig(prefill_tokens_per_second=1000, host_bandwidth=1 << 40,
-                             storage_bandwidth=GEOMETRY.payload_bytes * 2000 // GEOMETRY.page_size)  # fmt: skip
+    given = Rates(prefill_tokens_per_s=1000, host_bytes_per_s=1 << 40,
+                  storage_bytes_per_s=GEOMETRY.payload_bytes * 2000 // GEOMETRY.page_size)  # fmt: skip
     for device_pages, reads in ((3, 8), (5, 0)):
         backend = filled(GatedBackend(), LONG)
-        config = every_hit(break_even=speeds)
-        world = HostWorld(backend=backend, config=config, break_even=BreakEven(speeds, GEOMETRY.payload_bytes))
+        rule = BreakEven(None, GEOMETRY.payload_bytes, given=given)
+        world = HostWorld(backend=backend, config=every_hit(), break_even=rule)
         assert world.cache.prefetch("a", LONG, device_pages=device_pages)
         world.until(lambda: world.cache.check_prefetch("a", device_pages))  # noqa: B023
         assert backend.pages_read == reads
@@ -263,8 +263,8 @@ def test_break_even_decides_once_per_length_until_the_load_begins_or_the_request
 
 
 def test_a_load_that_does_not_pay_is_not_offered() -> None:
-    slow = BreakEvenConfig(prefill_tokens_per_second=10**9, host_bandwidth=1)
-    world = HostWorld(config=HiCacheConfig(load_back_threshold_tokens=8), break_even=BreakEven(slow))
+    slow = BreakEven(given=Rates(prefill_tokens_per_s=10**9, host_bytes_per_s=1))
+    world = HostWorld(config=HiCacheConfig(load_back_threshold_tokens=8), break_even=slow)
     world.write("a", KEY)
     world.cache.poll()
     for _ in range(20):
@@ -307,8 +307,8 @@ def test_a_lookup_tells_how_much_of_a_waiting_request_is_left() -> None:
 
 
 def test_pages_that_do_not_pay_are_left_to_compute() -> None:
-    slow = BreakEvenConfig(prefill_tokens_per_second=10**9, host_bandwidth=1)
-    world = HostWorld(break_even=BreakEven(slow))
+    slow = BreakEven(given=Rates(prefill_tokens_per_s=10**9, host_bytes_per_s=1))
+    world = HostWorld(break_even=slow)
     world.write("a", KEY)
     world.cache.poll()
     world.cache.record_arrival("b", 1)

@@ -50,6 +50,7 @@ def name() -> Iterator[str]:
 def keys(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TEST_MAC", KEY)
     monkeypatch.setenv("OTHER_MAC", "02" * 32)
+    monkeypatch.setenv("BOTH_MACS", "02" * 32 + " " + KEY)
 
 
 @functools.cache
@@ -159,7 +160,7 @@ def test_only_pages_with_the_tag_of_a_configured_mac_key_are_used(name: str) -> 
         ({}, signed, 0),
         (signed, {}, 0),
         (signed, {"mac_key_env": "OTHER_MAC"}, 0),
-        (signed, {"mac_key_env": "OTHER_MAC", "previous_mac_key_env": "TEST_MAC"}, 5),
+        (signed, {"mac_key_env": "BOTH_MACS"}, 5),
         (signed, signed, 5),
     ):
         killed("radix", name, integrity=written)

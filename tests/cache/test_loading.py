@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from hicache.config import HiCacheConfig, PrefetchConfig, TransferConfig
 from tests.cache.world import World, prompt
+from tests.tuned import tuned
 
 OPTIONS = HiCacheConfig(load_back_threshold_tokens=4, prefetch=PrefetchConfig(threshold_tokens=4))
 
@@ -19,7 +20,7 @@ def on_host_only(*prompts: tuple[int, ...], device_pages: int = 64, host_pages: 
 
 def test_a_long_load_is_cut_where_the_load_queue_is_full() -> None:
     short, long = tuple(range(50, 62)), tuple(range(1, 33))
-    world = World(device_pages=60, host_pages=60, transfer=TransferConfig(load_pages_max=32))
+    world = World(device_pages=60, host_pages=60, transfer=tuned(TransferConfig, load_pages_max=32))
     for pages in (short, long):
         world.serve(f"store {pages[0]}", prompt(*pages))
     world.settle()

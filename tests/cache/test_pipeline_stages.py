@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hicache.cache import HiRadixCache, create_cache
+from hicache.cache.break_even import PREFILL_TOKENS_MIN, WINDOW, Route
 from hicache.config import HiCacheConfig
 from hicache.controller import RankGroup
 from hicache.geometry import KVGeometry
@@ -25,7 +26,9 @@ pytestmark = pytest.mark.long
 PAGE_SIZE = 4
 # Layers of each stage: a page of the first stage has almost twice the bytes of a page of the second.
 STAGE_LAYERS = (9, 5)
+PAGE_BYTES = tuple(layers * 2 * PAGE_SIZE * 2 * 16 * 4 for layers in STAGE_LAYERS)
 TP_SIZE = 2
+PREFILL_TOKENS_PER_S = 1000
 PAGES = 6
 PROMPT = prompt(*range(1, PAGES + 1))
 
@@ -151,14 +154,25 @@ def test_a_page_that_one_rank_lacks_shortens_the_prefix_on_all_ranks(start: Star
     assert ranks.serve("stored again", PROMPT)[2] == PAGES * PAGE_SIZE
 
 
+def measured(ranks: Ranks, host_bytes_per_s: float) -> Ranks:
+    """Let all ranks measure this speed, a slow prefill, and fast storage."""
+    for shard in ranks.shards:
+        rule = shard.cache.break_even
+        for _ in range(WINDOW):
+            rule.observe_prefill(PREFILL_TOKENS_MIN, PREFILL_TOKENS_MIN / PREFILL_TOKENS_PER_S)
+            rule.observe_transfer(Route.LOAD, 1, PAGE_BYTES[0] / host_bytes_per_s)
+            rule.observe_transfer(Route.PREFETCH, 1, 1e-9)
+    ranks.step()
+    ranks.step()  # decisions use the speeds that were exchanged in the step before
+    return ranks
+
+
 def test_stages_of_unequal_pages_agree_on_the_break_even(start: Start) -> None:
     """A load pays for a page of the shorter stage, but not for a page of the longer one."""
-    slow = {"prefill_tokens_per_second": 1000, "storage_bandwidth": 1 << 40, "writes": "always"}
-    page_s = PAGE_SIZE / 1000
-    between = sum(STAGE_LAYERS) / 2 * 2 * PAGE_SIZE * 2 * 16 * 4 / page_s
-    ranks = start({"host_bandwidth": int(between), **slow})
+    between = sum(PAGE_BYTES) / 2 * PREFILL_TOKENS_PER_S / PAGE_SIZE
+    ranks = measured(start({"writes": "always"}), between)
     ranks.serve("first", PROMPT)
     fill_l1(ranks)
     assert ranks.serve("again", PROMPT) == (0, 0, 0)
-    ranks = start({"host_bandwidth": 4 * int(between), **slow})
+    ranks = measured(start({"writes": "always"}), 4 * between)
     assert ranks.serve("restarted", PROMPT)[2] == PAGES * PAGE_SIZE

@@ -8,8 +8,10 @@ import pytest
 
 from hicache.backends.storage import Storage
 from hicache.cache import Eviction
+from hicache.config import TransferConfig
 from hicache.keys import RadixKey
 from tests.cache.world import World, every_hit, memory_backend, prompt
+from tests.tuned import tuned
 
 
 def world(write_policy: str, *, backend: Storage | None = None, **options: Any) -> World:
@@ -183,7 +185,7 @@ def test_eviction_reports_the_pages_that_it_could_not_free() -> None:
 
 
 def test_a_victim_that_a_full_write_queue_rejects_is_dropped() -> None:
-    w = world("write_back", transfer={"write_pages_max": 1})
+    w = world("write_back", transfer=tuned(TransferConfig, write_pages_max=1))
     w.serve("a", prompt(1))
     w.serve("b", prompt(2))
     assert w.cache.evict(2) == Eviction(freed_pages=1, writeback_pages=1, short_pages=0)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hicache.cache import HiRadixCache, SessionCache
-from hicache.cache.break_even import BreakEven
+from hicache.cache.break_even import BreakEven, Rates
 from hicache.cache.prefetch import AGAIN_S, EARLY_S, FIRST
 from hicache.cache.prefetch_states import State
 from hicache.config import BreakEvenConfig
@@ -34,13 +34,13 @@ PAGE_S = 0.1
 
 
 def known_rates(page_tokens_s: float, read_s: float = PAGE_S) -> BreakEven:
-    """Return a `BreakEven` with configured speeds: of computing a page, and of reading one."""
-    config = BreakEvenConfig(
-        prefill_tokens_per_second=round(GEOMETRY.page_size / page_tokens_s),
-        host_bandwidth=1 << 50,
-        storage_bandwidth=round(GEOMETRY.payload_bytes / read_s),
+    """Return a `BreakEven` that knows the speeds of computing a page, and of reading one."""
+    given = Rates(
+        prefill_tokens_per_s=round(GEOMETRY.page_size / page_tokens_s),
+        host_bytes_per_s=1 << 50,
+        storage_bytes_per_s=round(GEOMETRY.payload_bytes / read_s),
     )
-    return BreakEven(config, GEOMETRY.payload_bytes)
+    return BreakEven(None, GEOMETRY.payload_bytes, given=given)
 
 
 def world_of(backend: GatedBackend, page_s: float = 1.0, **changes: Any) -> World:

@@ -17,6 +17,7 @@ from hicache.keys import BIGRAM_BYTES, TOKEN_BYTES, RadixKey
 from tests.cache.talks import PAGE, Talk, Talks
 from tests.cache.world import codec, every_hit, memory_backend, prefetch
 from tests.seeds import rng, seeds
+from tests.tuned import tuned
 
 pytestmark = pytest.mark.long
 
@@ -41,7 +42,7 @@ class RandomTalks:
                 write_policy=numbers.choice(["write_through", "write_through_selective", "write_back"]),
                 prefetch=prefetch(threshold_tokens=8, timeout_base=0.005, timeout_per_1024_tokens=0),
             ),
-            transfer=TransferConfig(storage_batch_pages=2, write_pages_max=30, load_pages_max=20),
+            transfer=tuned(TransferConfig, storage_batch_pages=2, write_pages_max=30, load_pages_max=20),
             position_bytes=numbers.choice([TOKEN_BYTES, BIGRAM_BYTES]),
         )  # fmt: skip
         self.talks.leave()  # the tests close it

@@ -31,6 +31,7 @@ from tests.cache.host_world import HostWorld
 from tests.cache.world import GatedBackend, LastingBackend, StepClock, World, codec, every_hit, filled, prompt
 from tests.passing import Passing
 from tests.ranks import Exchange
+from tests.tuned import tuned
 from tests.waiting import wait_for
 
 PAGE = codec().frame_bytes
@@ -274,7 +275,7 @@ def test_a_store_that_is_replaced_while_it_hangs_is_not_notified_any_more() -> N
     old, new = RecordingStore(), RecordingStore()
     clock = StepClock()
     world = World(
-        backend=old, clock=clock, open_storage=lambda epoch: new, transfer=TransferConfig(backup_workers=2)
+        backend=old, clock=clock, open_storage=lambda epoch: new, transfer=tuned(TransferConfig, backup_workers=2)
     )
     world.serve("first", HOT)
     world.settle()

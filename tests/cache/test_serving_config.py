@@ -10,11 +10,13 @@ import pytest
 
 from hicache.cache import HiRadixCache, SessionCache, create_cache, create_host_cache
 from hicache.config import HiCacheConfig
+from hicache.config.schema import SessionsConfig
 from hicache.controller import TorchRankGroup
 from hicache.errors import CapacityError, ConfigError, InvalidInput, RankError, UnknownSession
 from hicache.keys import BIGRAM_BYTES, TOKEN_BYTES, RadixKey
 from tests.cache.world import NAMESPACE
 from tests.ranks import gloo_ranks
+from tests.tuned import tuned
 from tests.waiting import wait_for
 
 
@@ -27,7 +29,7 @@ def configured(**sections: Any) -> HiCacheConfig:
 def test_a_session_cache_is_created_if_configured() -> None:
     with create_cache(configured(), NAMESPACE) as cache:
         assert isinstance(cache, HiRadixCache)
-    with create_cache(configured(sessions={"enabled": True, "sessions_max": 1}), NAMESPACE) as cache:
+    with create_cache(configured(sessions=tuned(SessionsConfig, enabled=True, sessions_max=1)), NAMESPACE) as cache:
         assert isinstance(cache, SessionCache)
         cache.open_session("a")
         with pytest.raises(CapacityError, match="1 are open"):

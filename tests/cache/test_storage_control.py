@@ -15,6 +15,7 @@ from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config.guard import GuardConfig
 from hicache.errors import BackendError, InvalidInput
 from tests.cache.world import LastingDriver, World, codec, prompt
+from tests.tuned import tuned
 from tests.waiting import wait_for
 
 KEY = prompt(1, 2, 3)
@@ -26,7 +27,7 @@ class Server:
 
     def __init__(self, options: GuardConfig | None = None, clock: Clock = SYSTEM_CLOCK) -> None:
         self.clock = clock
-        self._options = options or GuardConfig(backoff_min=0.02, backoff_max=0.05, retry_share=0.0)
+        self._options = options or tuned(GuardConfig, backoff_min=0.02, backoff_max=0.05, retry_share=0.0)
         self.by_epoch: dict[int, LastingDriver] = {}
         self.faults: list[Faults] = []
         self.stores: list[Store] = []

@@ -8,8 +8,9 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from hicache.backends.base import Direction, GetOutcome
+from hicache.cache.break_even import BreakEven, Rates
 from hicache.cache.tiered import Warming
-from hicache.config import BreakEvenConfig, TransferConfig
+from hicache.config import TransferConfig
 from hicache.config.integrity import IntegrityConfig
 from hicache.controller import Read
 from hicache.errors import BackendError, InvalidInput
@@ -92,10 +93,10 @@ def test_a_prompt_arrives_in_pieces_after_the_pages_in_memory() -> None:
 
 
 def test_a_slow_store_and_a_short_hit_are_warmed_although_they_do_not_pay() -> None:
-    slow = BreakEvenConfig(prefill_tokens_per_second=1 << 30, storage_bandwidth=1024, host_bandwidth=1 << 30)
-    config = every_hit(break_even=slow, prefetch=prefetch(threshold_tokens=16))
+    slow = Rates(prefill_tokens_per_s=1 << 30, storage_bytes_per_s=1024, host_bytes_per_s=1 << 30)
+    rule, config = BreakEven(given=slow), every_hit(prefetch=prefetch(threshold_tokens=16))
     backend = filled(GatedBackend(), KEY, prompt(50, tail=0))
-    world = World(backend=backend, config=config)
+    world = World(backend=backend, config=config, break_even=rule)
     world.prefetch("a", prompt(*range(1, 9), 99))
     assert backend.pages_read == 0 and world.skipped == {"prefetch_does_not_pay": 1}
     assert not world.cache.prefetch_from_storage("b", prompt(50, 99))

@@ -42,6 +42,7 @@ from hicache.tiers import (
 )
 from hicache.types import PageIds
 from tests.passing import Passing
+from tests.tuned import tuned
 from tests.waiting import wait_for
 
 GEOMETRY = KVGeometry(layers=2, heads=1, head_dim=4, page_size=4, dtype="float32")
@@ -327,7 +328,7 @@ def every_hit(**entries: Any) -> HiCacheConfig:
 
 def prefetch(**entries: Any) -> PrefetchConfig:
     """Return options, with further `entries`, that let a request wait for prefetches of any length."""
-    return PrefetchConfig(**{"threshold_tokens": 4, "timeout_base": WAIT_S, **entries})
+    return tuned(PrefetchConfig, **{"threshold_tokens": 4, "timeout_base": WAIT_S, **entries})
 
 
 AnyBackend = TypeVar("AnyBackend", bound=Storage)

@@ -94,13 +94,13 @@ def test_check_warns_of_a_daemon_that_needs_more_memory_than_is_available(tmp_pa
     assert invoke("check", str(file)).stderr == "ok\n", "the control"
 
 
-def test_check_reads_all_key_files_and_no_variables(tmp_path: Path) -> None:
+def test_check_reads_key_files_and_no_variables(tmp_path: Path) -> None:
     key, file = tmp_path / "one.key", tmp_path / "x.yaml"
-    file.write_text(
-        f"storage_format: {{encryption_key_env: NOT_SET_HERE, previous_encryption_key_file: {key}}}\n"
-    )
+    file.write_text("storage_format: {encryption_key_env: NOT_SET_HERE}\n")
+    assert invoke("check", str(file)).exit_code == 0
+    file.write_text(f"storage_format: {{encryption_key_file: {key}}}\n")
     result = invoke("check", str(file))
-    assert result.exit_code == 1 and "storage_format.previous_encryption_key_file: " in result.stderr
+    assert result.exit_code == 1 and "storage_format.encryption_key_file: " in result.stderr
     key.write_text("ab" * 32)
     key.chmod(0o600)
     assert invoke("check", str(file)).exit_code == 0

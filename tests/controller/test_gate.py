@@ -43,6 +43,7 @@ from hicache.keys import PageChain, RadixKey
 from hicache.supervised import SupervisedPool
 from hicache.tiers import HostPool
 from tests.ranks import Exchange
+from tests.tuned import tuned
 from tests.waiting import WAIT_S, wait_for
 
 READ, WRITE = Direction.READ, Direction.WRITE
@@ -63,7 +64,7 @@ class Engine:
         self.faults = Faults()
         self.guard = shell.Store(
             MemoryDriver(), FrameCodec(bytes(32), 64),
-            GuardConfig(failures=1, backoff_min=0.001, backoff_max=0.001, retry_share=0.0), faults=self.faults,
+            tuned(GuardConfig, failures=1, backoff_min=0.001, backoff_max=0.001, retry_share=0.0), faults=self.faults,
         )  # fmt: skip
         self.gate.slot.start(self.guard)
 

@@ -23,8 +23,7 @@ from .process import Daemon, answer_of, request
 
 # Short timeouts, so that the attacks reach them soon; few connections, so that an attack can use them all.
 BOUNDS: dict[str, Any] = {
-    "head_timeout": "500ms", "body_timeout": "500ms", "idle_timeout": "2s", "request_timeout": "5s",
-    "connections_max": 100, "memory_max": "1GiB", "drain_timeout": "2s",
+    "client_timeout": "500ms", "connections_max": 100, "drain_timeout": "2s",
 }  # fmt: skip
 OPEN = f"/v1/namespaces/{NAMESPACE}"
 PAYLOAD_BYTES = 5000

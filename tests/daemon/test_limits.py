@@ -24,13 +24,13 @@ from tests.daemon.daemons import (
 )
 from tests.waiting import wait_for
 
-SHORT = {"head_timeout": "1s", "body_timeout": "1s", "idle_timeout": "1s"}
+SHORT = {"client_timeout": "1s"}
 SLOW = {"type": "memory", "guard": {"inject": {"latency": "300ms"}}}
 
 
 @pytest.fixture(scope="module")
 def short_timeouts() -> Iterator[Daemon]:
-    """A daemon that waits 300 ms for a head, a body or the next request."""
+    """A daemon that waits a second for a head or a body."""
     with tempfile.TemporaryDirectory(prefix="hc-") as folder:
         made = Daemon(Path(folder), SHORT).start()
         yield made
@@ -115,10 +115,17 @@ def test_a_connection_whose_request_stalls_is_closed(short_timeouts: Daemon, sen
     assert _refusals(short_timeouts, limit) > before
 
 
-def test_an_idle_connection_is_closed_after_the_idle_timeout(daemon: Daemon, short_timeouts: Daemon) -> None:
+@pytest.mark.long
+def test_an_idle_connection_is_closed_later_than_one_whose_request_stalls(
+    daemon: Daemon, start: Callable[..., Daemon]
+) -> None:
     """The control: with the default timeout the connection stays open."""
-    with contextlib.closing(short_timeouts.client()) as client:
+    with contextlib.closing(start({"client_timeout": "200ms"}).client()) as client:
         client.call("GET", "/livez")
+        client.sock.settimeout(1.5)
+        with pytest.raises(TimeoutError):
+            client.sock.recv(1)
+        client.sock.settimeout(60)
         assert _receive_all(client.sock) == b""
     with contextlib.closing(daemon.client()) as client:
         client.call("GET", "/livez")
@@ -130,7 +137,7 @@ def test_an_idle_connection_is_closed_after_the_idle_timeout(daemon: Daemon, sho
 def test_a_connection_that_does_not_read_its_answer_is_closed_and_its_memory_freed(
     start: Callable[..., Daemon],
 ) -> None:
-    daemon = start({"staging": "64MiB", "pool": 0, "body_timeout": "3s"})
+    daemon = start({"staging": "64MiB", "pool": 0, "client_timeout": "3s"})
     keys = keys_of(900)
     with contextlib.closing(daemon.client()) as client:
         client.open()
@@ -162,7 +169,7 @@ def test_connections_over_the_limit_are_rejected_until_others_close(start: Calla
 
 
 def test_requests_over_the_limit_are_rejected_with_a_retry_after_header(start: Callable[..., Daemon]) -> None:
-    daemon = start({"namespace_requests_max": 2, "threads": 1}, storage=SLOW)
+    daemon = start({"connections_max": 8, "threads": 1}, storage=SLOW)
 
     def ask(_: int) -> int:
         with contextlib.closing(daemon.client()) as client:
@@ -290,13 +297,3 @@ def test_a_new_namespace_over_the_limit_replaces_the_least_recently_used_one(sta
         assert client.verb("exists", names[0], keys=keys_of(1))[0] == 200
         assert client.open(names[2])[0] == 200
         assert [client.verb("exists", name, keys=keys_of(1))[0] for name in names] == [200, 404, 200]
-
-
-def test_shared_memory_over_the_limit_is_rejected(start: Callable[..., Daemon], memory: EngineMemory) -> None:
-    daemon = start({"memory_max": f"{33 * FRAME_BYTES}B", "memories_max": 2})
-    other = EngineMemory(2)
-    with contextlib.closing(daemon.client()) as client, contextlib.closing(other):
-        assert memory.attach(client)[0] == 200
-        assert other.attach(client)[0] == 413
-        assert client.call("DELETE", f"/v1/memory/{memory.name}")[0] == 200
-        assert other.attach(client)[0] == 200

@@ -27,7 +27,7 @@ def request_of(memory: EngineMemory) -> MemoryRequest:
 
 @pytest.fixture
 def memories() -> Iterator[Memories]:
-    made = Memories(1 << 30, 8)
+    made = Memories()
     yield made
     made.close(soon())
 
@@ -53,9 +53,23 @@ def test_an_attach_that_waited_uses_the_mapping_that_another_thread_made(
         memories.detach(memory.name, 0.0)
 
 
+def test_memory_over_a_limit_is_rejected_until_other_memory_is_detached(memory: EngineMemory) -> None:
+    size_bytes = memory.frame_bytes * memory.pages
+    for memories, status in ((Memories(size_bytes + 1), 413), (Memories(count_max=1), 503)):
+        other = EngineMemory(2)
+        memories.attach(request_of(memory), soon())
+        with pytest.raises(Refused) as caught:
+            memories.attach(request_of(other), soon())
+        assert caught.value.status == status
+        memories.detach(memory.name, soon())
+        memories.attach(request_of(other), soon())
+        memories.close(soon())
+        other.close()
+
+
 def test_memory_made_for_an_engine_is_removed_if_the_engine_does_not_open_it_in_time() -> None:
     clock, name = ManualClock(), f"hicache-test-late-{os.getpid()}"
-    memories = Memories(1 << 30, 8, clock)
+    memories = Memories(clock=clock)
     memories.attach(MemoryRequest(name, 4096, 2, None, bytes(32)), clock() + WAIT_S)
     assert memories.tend() == [] and path_of(name).exists()
     clock.advance(_JOIN_S)

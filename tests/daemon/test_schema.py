@@ -32,7 +32,7 @@ BUG = re.compile("Traceback|InvariantError|Internal Server Error")
 ], ids=["data", "admin"])  # fmt: skip
 def test_answers_match_the_document(tmp_path: Path, token: str, paths: tuple[str, str]) -> None:
     made = Daemon(tmp_path / "daemon")
-    made.configure({"request_timeout": "2s", "token_file": made.secret("token", DATA_TOKEN),
+    made.configure({"token_file": made.secret("token", DATA_TOKEN),
                     "admin_token_file": made.secret("admin", ADMIN_TOKEN)})  # fmt: skip
     with made as daemon:
         before = daemon.resources()

@@ -42,6 +42,7 @@ from hicache.frame import HEADER_BYTES
 from tests.backends._subjects import doorless
 from tests.backends._troubled import CODEC, Troubled
 from tests.seeds import seeds
+from tests.tuned import tuned
 from tests.waiting import wait_for
 
 GET_ERROR, SET_ERROR, REJECTED = GetOutcome.ERROR, SetOutcome.ERROR, SetOutcome.REJECTED
@@ -68,7 +69,7 @@ def failing() -> Troubled:
 def switched_off() -> Store:
     """A store that fails, behind a guard that has noticed it."""
     driver = failing()
-    guard = Store(driver, CODEC, GuardConfig(retry_share=0, backoff_min=3600, backoff_max=3600))
+    guard = Store(driver, CODEC, tuned(GuardConfig, retry_share=0, backoff_min=3600, backoff_max=3600))
     for _ in range(3):
         guard.batch_exists(make_keys(1, "probe"), deadline=soon())
         store_chain(memory_subject(guard, driver), make_keys(1, "probe"))

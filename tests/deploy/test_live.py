@@ -17,13 +17,14 @@ import pytest
 import yaml
 
 from hicache.cache import TreeCache, create_cache
-from hicache.config import HiCacheConfig
+from hicache.config import HiCacheConfig, TransferConfig
 from hicache.geometry import KVGeometry
 from hicache.keys import Namespace, RadixKey
 from hicache.metrics import serve_configured
 from hicache_lab.devservers.ports import LOOPBACK, free_ports
 from tests.daemon.traffic import BusyDaemon
 from tests.prometheus import Prometheus
+from tests.tuned import tuned
 
 pytestmark = [pytest.mark.servers, pytest.mark.long]
 ROOT = Path(__file__).resolve().parents[2]
@@ -45,7 +46,7 @@ def engine_config(folder: Path) -> HiCacheConfig:
         "page_size": GEOMETRY.page_size, "device": {"tokens": 256}, "host": {"tokens": 512},
         "prefetch": {"threshold_tokens": 8}, "load_back_threshold_tokens": 4, "sessions": {"enabled": True},
         # Room for the copies of one request, so that those of a second one are rejected while they run.
-        "transfer": {"write_pages_max": 13},
+        "transfer": tuned(TransferConfig, write_pages_max=13),
         "storage": {"type": "levels", "options": {"levels": levels}},
         "events": {"endpoint": f"tcp://{LOOPBACK}:{free_ports(1)[0]}"}, "metrics": {"port": 0},
     })  # fmt: skip

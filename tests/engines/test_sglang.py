@@ -166,8 +166,7 @@ def daemon(folder: Path) -> Iterator[Daemon]:
 @pytest.fixture(scope="module")
 def remote(daemon: Daemon, start: Callable[..., EngineProcess], folder: Path) -> Iterator[EngineProcess]:
     """Start an engine with another layout over the daemon. It waits at most one second for storage."""
-    guard = {"backoff_min": "50ms", "backoff_max": "200ms"}
-    storage = {"type": "remote", "options": {"socket": str(daemon.socket), "timeout": "500ms"}, "guard": guard}
+    storage = {"type": "remote", "options": {"socket": str(daemon.socket), "timeout": "500ms"}}
     config = write_config(
         folder / "remote.yaml", page_size=PAGE_TOKENS, storage=storage, transfer={"storage_deadline": "1s"}
     )

@@ -185,8 +185,7 @@ def test_a_daemon_that_hangs_dies_and_comes_back_costs_only_hits(
 ) -> None:
     """Also of an engine that starts without it, and of requests that are aborted while they wait for it."""
     asked = prompts("faults", 2)
-    guard = {"backoff_min": "50ms", "backoff_max": "200ms"}
-    storage = {"type": "remote", "options": {"socket": str(daemon.socket), "timeout": "500ms"}, "guard": guard}
+    storage = {"type": "remote", "options": {"socket": str(daemon.socket), "timeout": "500ms"}}
     prefetch = {"policy": "timeout", "threshold_tokens": 64}
     config = {"storage": storage, "prefetch": prefetch, "transfer": {"storage_deadline": "1s"}}
     expected = cold(engine, llama, asked, config, tmp_path)

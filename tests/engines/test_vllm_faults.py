@@ -50,7 +50,6 @@ def vllm(llama: Path, proxy: Proxy, tmp_path_factory: pytest.TempPathFactory) ->
             "type": "redis",
             # A shorter timeout ends the start on busy cores.
             "options": {"url": f"redis://127.0.0.1:{proxy.port}/0", "timeout": "2s"},
-            "guard": {"backoff_min": "10ms", "backoff_max": "50ms"},
         },
     )
     options = vllm_options(

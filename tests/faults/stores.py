@@ -16,6 +16,7 @@ from hicache.frame import FrameCodec
 from hicache_lab.devservers import DevServer, RedisServer, SeaweedServer, ValkeyServer
 from hicache_lab.devservers.ports import LOOPBACK
 from tests.proxy import Proxy
+from tests.tuned import tuned
 from tests.waiting import wait_until_made
 
 # Larger than the buffers of sockets and proxy, so that a cut or a stall in the middle of a page affects the page.
@@ -69,7 +70,7 @@ class Hurt:
     ) -> Iterator[Storage]:
         """Open a backend through the proxy; with `guard`, behind a guard with these options."""
         type_name, options = self.server.storage(timeout=timeout_s, **self.kind.through(self.proxy.port))
-        yield from _opened(BackendSpec(type_name, options, None if guard is None else GuardConfig(**guard)))
+        yield from _opened(BackendSpec(type_name, options, None if guard is None else tuned(GuardConfig, **guard)))
 
     @contextmanager
     def near(self) -> Iterator[Storage]:

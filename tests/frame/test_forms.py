@@ -16,7 +16,6 @@ import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.errors import InvalidInput
 from hicache.frame import (
     FRAME_ALIGN,
     HEADER_BYTES,
@@ -471,9 +470,3 @@ def test_without_zstd_compressed_pages_are_unsupported_and_compression_refused()
     assert (ended.returncode, ended.stderr) == (0, b"")
     assert b"pip install -e '.[compression]'" in ended.stdout
     assert not any(damage.is_unsupported for damage in Damage if damage is not Damage.NO_ZSTD)
-
-
-@pytest.mark.parametrize("level", [0, -1, 13, 1.5, True])
-def test_an_invalid_compression_level_is_refused(level: int) -> None:
-    with pytest.raises(InvalidInput):
-        Compression(level)

@@ -32,8 +32,8 @@ def key(*tokens: int) -> RadixKey:
     return RadixKey(token_bytes(list(tokens)))
 
 
-def tree(policy: str, **options: int) -> RadixTree:
-    return RadixTree(1, make_policy(policy, **options))
+def tree(policy: str) -> RadixTree:
+    return RadixTree(1, make_policy(policy))
 
 
 def insert(t: RadixTree, *tokens: int, page: int, priority: int = 0) -> Node:
@@ -41,14 +41,13 @@ def insert(t: RadixTree, *tokens: int, page: int, priority: int = 0) -> Node:
     return t.insert(key(*tokens), pages, priority=priority).node
 
 
-def test_slru_protects_nodes_with_the_configured_number_of_requests() -> None:
-    t = tree("slru", slru_protected_hits=3)
-    twice, thrice = insert(t, 1, page=1), insert(t, 2, page=2)
+def test_slru_protects_nodes_that_two_requests_used() -> None:
+    t = tree("slru")
+    twice, once = insert(t, 1, page=1), insert(t, 2, page=2)
     t.use(twice)
-    t.use(thrice)
-    t.use(thrice)
-    t.match(key(1))
-    assert t.evict_device(2).pages.tolist() == [1, 2]
+    t.match(key(2))
+    assert (twice.hit_count, once.hit_count) == (2, 1)
+    assert t.evict_device(2).pages.tolist() == [2, 1]
 
 
 class Walk:
@@ -174,8 +173,3 @@ def test_a_custom_policy_is_configured_by_its_class_name() -> None:
 def test_invalid_policies_are_rejected(name: str) -> None:
     with pytest.raises(InvalidInput, match="eviction policy"):
         make_policy(name)
-
-
-def test_slru_without_a_threshold_is_rejected() -> None:
-    with pytest.raises(InvalidInput, match="protected_hits"):
-        make_policy("slru", slru_protected_hits=0)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, get_args
 
 from hicache.cache import HiRadixCache, RequestKV
-from hicache.cache.break_even import PROBE_EVERY
+from hicache.cache.break_even import PROBE_EVERY, Rates
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig, Section, TransferConfig
 from hicache.controller import HiCacheController
 from hicache.geometry import KVGeometry
@@ -18,6 +18,7 @@ from hicache.types import PageIds
 from tests.simulation.device import SimulatedCopyEngine
 from tests.simulation.streams import StreamedCopyEngine
 from tests.simulation.workers import SimulatedWorkers
+from tests.tuned import tuned
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Setting:
     device_fail_rate: float  # per piece of a copy
     events_bytes: int | None  # capacity of the stream of KV events, None for no stream
     config: HiCacheConfig
+    given: Rates  # speeds that are not measured
 
     @property
     def page_size(self) -> int:
@@ -42,8 +44,8 @@ class Setting:
 
     @property
     def probe_every(self) -> int:
-        """A short interval where the configuration gives rates, so that measured rates change decisions."""
-        return PROBE_EVERY if self.config.break_even.host_bandwidth is None else 4
+        """A short interval where rates are given, so that measured rates change decisions."""
+        return 4 if self.given.host_bytes_per_s else PROBE_EVERY
 
     @classmethod
     def draw(cls, numbers: random.Random) -> Setting:
@@ -51,6 +53,9 @@ class Setting:
         long = numbers.random() < 0.1
         scale = 5 if long else 1
         page_size = numbers.choice([1, 2, 4])
+        # Computing a page takes about as long as loading it, so the measured rates decide.
+        bandwidth = numbers.choice([0, 0, 0, 100_000, 500_000])
+        given = Rates(prefill_tokens_per_s=20_000, host_bytes_per_s=bandwidth) if bandwidth else Rates()
         geometry = KVGeometry(layers=3, heads=1, head_dim=8 // page_size, page_size=page_size, dtype="uint8")
         return cls(
             geometry=geometry,
@@ -63,6 +68,7 @@ class Setting:
             device_fail_rate=0.02 if numbers.random() < 0.1 else 0.0,
             events_bytes=numbers.choice([None, None, 4_000, 1_000_000]),
             config=_draw_config(numbers, page_size),
+            given=given,
         )
 
     @classmethod
@@ -102,9 +108,8 @@ def _draw_config(numbers: random.Random, page_size: int) -> HiCacheConfig:
             BreakEvenConfig(mode="always"),
             BreakEvenConfig(mode="always"),
             BreakEvenConfig(),
-            # Computing a page takes about as long as loading it, so the measured rates decide.
-            BreakEvenConfig(prefill_tokens_per_second=20_000, host_bandwidth=500_000),
-            BreakEvenConfig(prefill_tokens_per_second=20_000, host_bandwidth=100_000),
+            BreakEvenConfig(),
+            BreakEvenConfig(),
         ]
     )
     pages = numbers.choice([6, 12, 40])
@@ -114,14 +119,16 @@ def _draw_config(numbers: random.Random, page_size: int) -> HiCacheConfig:
         load_back_threshold_tokens=load_back_threshold_tokens,
         pin_host_share=pin_host_share,
         break_even=break_even,
-        prefetch=PrefetchConfig(
+        prefetch=tuned(
+            PrefetchConfig,
             policy=prefetch_policy,
             threshold_tokens=threshold_tokens,
             timeout_base=0.2,
             host_share=host_share,
             operations_max=4,
         ),
-        transfer=TransferConfig(
+        transfer=tuned(
+            TransferConfig,
             storage_batch_pages=numbers.choice([1, 2, 4]),
             write_pages_max=pages,
             load_pages_max=pages,

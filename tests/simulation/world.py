@@ -75,7 +75,10 @@ class World(ABC):
             self.device, self.host, self.controller,
             position_bytes=BIGRAM_BYTES if setting.bigram else TOKEN_BYTES,
             open_storage=self.stores.open if has_storage else None,
-            break_even=BreakEven(setting.config.break_even, self.host.payload_bytes, probe_every=setting.probe_every),
+            break_even=BreakEven(
+                setting.config.break_even, self.host.payload_bytes, given=setting.given,
+                probe_every=setting.probe_every,
+            ),
         )  # fmt: skip
         self.auditor = Auditor(self.cache, self.device, self.host, self.stamps)
         self.follower: Follower | None = None

@@ -20,7 +20,9 @@ from .pool import Purpose
 
 # One thread moves this many bytes before a second thread would wake up.
 _LANE_BYTES = 256 << 10
-# Pages in flight on one connection. With the shortest pages, this many fill the default `pipeline`.
+# Bytes requested ahead on each connection, or two pages: more hides a longer round trip, but needs larger output
+# buffers of the server, which more `connections` do not. With the shortest pages, _DEPTH_MAX of them fill it.
+_AHEAD_BYTES = 512 << 10
 _DEPTH_MAX = 128
 
 Pages = TypeVar("Pages", PageReads[StoredValue], PageWrites)
@@ -36,7 +38,7 @@ class _Transfer(Requests, Generic[Pages]):
             purpose=Purpose.BODIES, width=context.options.connections, lane_length=max(1, _LANE_BYTES // frame_bytes),
         )  # fmt: skip
         self._pages: Pages = pages
-        self._depth = min(_DEPTH_MAX, max(2, context.options.pipeline // frame_bytes))
+        self._depth = min(_DEPTH_MAX, max(2, _AHEAD_BYTES // frame_bytes))
 
     @abstractmethod
     def _request(self, position: int) -> list[Part]:

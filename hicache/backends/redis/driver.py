@@ -1,6 +1,6 @@
 """The Redis driver: one string per page, on one server, behind sentinels, or spread over a cluster.
 
-A `read` groups the pages by server. For each server, a few connections pipeline GETs (two pages or `pipeline`
+A `read` groups the pages by server. For each server, a few connections pipeline GETs (two pages or 512 KiB
 deep), read each value directly into its page and check it while it is in the processor's cache. A `write` first
 looks up which pages are stored, then sends the others with SET NX; one gathering send has header and body. A lookup is
 one round trip per server. docs/backends/redis.md has the keys, the commands and their cost.
@@ -97,7 +97,7 @@ class RedisDriver:
 
     A server does not report evictions, so `evicted_pages` stays 0.
 
-    The constructor connects and blocks for at most `open_timeout`. It raises BackendUnavailable if a server
+    The constructor connects and blocks for at most `options.open_timeout`. It raises BackendUnavailable if a server
     cannot be found, reached, logged in to or used; ConfigError if a server runs in a different mode, or a secret or
     file cannot be read; InvalidInput if pages are too long for a Redis string. Open it after a fork, not before:
     connections cannot be shared between processes, and threads do not survive a fork.

@@ -59,7 +59,7 @@ class RemoteDriver:
     Pages are sent as plain frames with a checksum; the daemon's configuration determines how they are stored. The
     constructor raises ConfigError for a codec with another tag, a key or compression, and for an unreadable secret;
     BackendUnavailable if no daemon answers, BackendError if it rejects this client. Blocks for one request, at most for
-    `open_timeout`.
+    `options.open_timeout`.
     """
 
     def __init__(self, codec: FrameCodec, options: RemoteStorageOptions, clock: Clock = SYSTEM_CLOCK) -> None:
@@ -225,7 +225,7 @@ class RemoteDriver:
     # Requests
 
     def _open_namespace(self, deadline: float) -> None:
-        """Register this namespace with the daemon, within `open_timeout`. Raises StoreError."""
+        """Register this namespace with the daemon, within `options.open_timeout`. Raises StoreError."""
         codec, deadline = self.codec, min(deadline, self._clock() + self.options.open_timeout)
         fields = {
             "payload_bytes": codec.payload_bytes, "weights_epoch": codec.weights_epoch, "label": codec.label,

@@ -263,8 +263,7 @@ def _found_by(session: Any, deadline: float, clock: Clock) -> Any:
         raise BackendUnavailable(f"s3 store: {error}") from None
     if answer is None:
         raise BackendUnavailable(
-            "s3 store: boto3 did not get credentials in time; check the service or command from which it gets them, or "
-            "raise open_timeout"
+            "s3 store: boto3 did not get credentials in time; check the service or command from which it gets them"
         )
     (found,) = answer
     if found is None:

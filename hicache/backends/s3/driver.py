@@ -78,7 +78,7 @@ class S3Driver:
     """Pages in a bucket. Size and entity tag tell an object from every other one. See the module's docstring;
     `Driver` documents the functions.
 
-    The constructor blocks for the search for credentials and one request, at most for `open_timeout`. It raises
+    The constructor blocks for the search for credentials and one request, at most for `options.open_timeout`. It raises
     BackendUnavailable if one does not end by then or the bucket cannot be listed, ConfigError if credentials or boto3
     are missing. Open it after a fork, not before.
     """

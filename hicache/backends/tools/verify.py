@@ -37,7 +37,7 @@ PAGE_BYTES_MAX = 1 << 30
 # The most damaged pages that a scrub lists, about 300 bytes each. Further ones are only counted.
 FINDINGS_MAX = 100_000
 # So many damaged pages, if they are most of those read, mean that the reader is wrong, as for an engine.
-_DAMAGE_PAGES = GuardConfig().damage_pages
+_DAMAGE_PAGES = GuardConfig.damage_pages
 # The interval of progress while a store is listed, and while pages are removed.
 _LISTED_STEP = 1000
 # For a larger object the header is read first, to check whether it is a page.

@@ -202,8 +202,7 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "a copy of": "A load is computed again, a save is discarded. As above.",
         "a worker reports": "*Bug*: the scheduler's process and a worker disagree.",
         "storage is not open yet; the ...": "Misses until the server is up. Start it.",
-        "vllm tier: ... chunks": "Raise `transfer.store_host_share` or "
-        "`transfer.backup_workers`, or use faster storage.",
+        "vllm tier: ... chunks": "Raise `transfer.store_host_share`, or use faster storage.",
         "vllm tier: storage hangs": "Look at the store.",
         "vllm tier: the reset": "With `in_place`, calls still write to vLLM's memory. Look at the store.",
         "vllm tier: a call": "While the engine ends.",

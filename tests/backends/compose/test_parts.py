@@ -86,11 +86,11 @@ def test_a_composition_opens_by_name_with_a_guard_in_front_of_each_part(
 
 
 def test_a_part_takes_options_of_its_own_and_of_its_guard() -> None:
-    part = {"type": "memory", "options": {"capacity": 3 * PAGE}, "guard": {"failures": 9}, "name": "small"}
+    part = {"type": "memory", "options": {"capacity": 3 * PAGE}, "guard": {"in_flight": "9MiB"}, "name": "small"}
     backend = open_backend("levels", CODEC, {"levels": [part, MEMORY]})
     assert isinstance(backend, Levels)
     small, other = backend.stores
-    assert (small.name, small.guard.failures, other.name) == ("small", 9, "memory")
+    assert (small.name, small.guard.in_flight, other.name) == ("small", 9 << 20, "memory")
     assert small.usage().capacity_bytes == 3 * PAGE
     backend.close()
 

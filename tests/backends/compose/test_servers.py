@@ -24,11 +24,13 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
+from hicache.config.guard import GuardConfig
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 from hicache_lab.devservers import DevService, SeaweedServer, ValkeyServer
 from tests.backends._subjects import doorless
 from tests.backends.redis.store import open_on
+from tests.tuned import tuned
 from tests.waiting import wait_for, wait_until_made
 
 from .._files import open_file
@@ -62,7 +64,7 @@ class TestShardsOnValkey(SampleContract):
 def part(service: tuple[str, dict[str, Any]], **more: Any) -> dict[str, Any]:
     """Return a part on a server, with options to detect failures soon and to probe often."""
     kind, options = service
-    return {"type": kind, "options": options, "guard": {"backoff_min": 0.05, "backoff_max": 0.2}, **more}
+    return {"type": kind, "options": options, "guard": tuned(GuardConfig, backoff_min=0.05, backoff_max=0.2), **more}
 
 
 def file_part(path: Path) -> dict[str, Any]:

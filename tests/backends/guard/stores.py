@@ -14,6 +14,7 @@ from hicache.clock import Clock, ManualClock
 from hicache.config.guard import GuardConfig
 from tests.backends._troubled import CODEC
 from tests.clocks import PassingClock
+from tests.tuned import tuned
 from tests.waiting import wait_for
 
 # The back-off between the probes of an open breaker, at most.
@@ -35,7 +36,7 @@ def guard_of(
 
 def patient(**options: Any) -> GuardConfig:
     """Return options of a guard that opens at the third failure and probes after LONG_S; without retries."""
-    return GuardConfig(**{"backoff_min": LONG_S, "backoff_max": LONG_S, "retry_share": 0.0, **options})
+    return tuned(GuardConfig, **{"backoff_min": LONG_S, "backoff_max": LONG_S, "retry_share": 0.0, **options})
 
 
 def refused(guard: Store, direction: Direction, why: Refusal) -> int:

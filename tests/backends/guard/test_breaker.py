@@ -12,8 +12,9 @@ from hicache.backends.guard import Override
 from hicache.backends.guard.breaker import WINDOW_CALLS, Breaker, BreakerState
 from hicache.config.guard import GuardConfig
 from hicache.errors import InvariantError
+from tests.tuned import tuned
 
-OPTIONS = GuardConfig(failures=3, backoff_min=0.5, backoff_max=5.0)
+OPTIONS = tuned(GuardConfig, failures=3, backoff_min=0.5, backoff_max=5.0)
 CLOSED, HALF_OPEN, OPEN = BreakerState.CLOSED, BreakerState.HALF_OPEN, BreakerState.OPEN
 
 

@@ -38,6 +38,7 @@ from hicache.frame import FrameCodec
 from tests.backends._troubled import CODEC, Troubled
 from tests.backends.guard.stores import LONG_S, PAST, guard_of, patient, refused
 from tests.clocks import PassingClock
+from tests.tuned import tuned
 
 READ, WRITE = Direction.READ, Direction.WRITE
 GET_ERROR, SET_ERROR = GetOutcome.ERROR, SetOutcome.ERROR
@@ -273,7 +274,7 @@ def test_a_call_that_hung_is_not_retried() -> None:
             clock.advance(0.5)
             raise StoreError("down")
 
-    guard = guard_of(Slow(), GuardConfig(read="on", retry_share=1.0), clock=clock)
+    guard = guard_of(Slow(), tuned(GuardConfig, read="on", retry_share=1.0), clock=clock)
     guard.batch_get(make_keys(2), empty_frames(CODEC, 2), deadline=soon())
     assert guard.guard_statistics().retried_calls == {}
 

@@ -30,6 +30,7 @@ from hicache.errors import ConfigError
 from hicache.frame import FrameCodec
 from tests.backends._troubled import CODEC
 from tests.cache.world import NAMESPACE
+from tests.tuned import tuned
 
 HIT, MISS, CORRUPT, ERROR = GetOutcome.HIT, GetOutcome.MISS, GetOutcome.CORRUPT, GetOutcome.ERROR
 
@@ -54,18 +55,18 @@ def test_a_large_batch_is_retried_up_to_the_budget() -> None:
 
 
 def test_damaged_pages_without_a_sound_one_raise_the_alarm() -> None:
-    watch = DamageWatch(GuardConfig(damage_pages=3, damage_backoff=30.0))
+    watch = DamageWatch(tuned(GuardConfig, damage_pages=3, damage_backoff=30.0))
     assert watch.saw([CORRUPT, MISS, CORRUPT, ERROR]) is None
     assert watch.saw([CORRUPT]) == 30.0
 
 
 def test_damaged_pages_among_sound_ones_raise_no_alarm() -> None:
-    watch = DamageWatch(GuardConfig(damage_pages=3))
+    watch = DamageWatch(tuned(GuardConfig, damage_pages=3))
     assert [watch.saw([CORRUPT, CORRUPT, HIT]) for _ in range(50)] == [None] * 50
 
 
 def test_after_an_alarm_each_damaged_page_is_the_next_until_a_sound_one() -> None:
-    watch = DamageWatch(GuardConfig(damage_pages=3, damage_backoff=30.0))
+    watch = DamageWatch(tuned(GuardConfig, damage_pages=3, damage_backoff=30.0))
     assert [watch.saw([CORRUPT] * count) for count in (3, 1, 1)] == [30.0, 120.0, 480.0]
     assert [watch.saw([CORRUPT]) for _ in range(5)][-1] == 3600.0
     assert watch.saw([HIT, CORRUPT, CORRUPT]) is None
@@ -73,7 +74,7 @@ def test_after_an_alarm_each_damaged_page_is_the_next_until_a_sound_one() -> Non
 
 
 def test_until_a_sound_page_the_head_of_a_batch_is_read_alone() -> None:
-    watch = DamageWatch(GuardConfig(damage_pages=3))
+    watch = DamageWatch(tuned(GuardConfig, damage_pages=3))
     heads = [watch.pages_at_once([])]
     for outcome in (MISS, HIT, CORRUPT, HIT, CORRUPT, CORRUPT, CORRUPT, HIT):
         watch.saw([outcome])
@@ -82,7 +83,7 @@ def test_until_a_sound_page_the_head_of_a_batch_is_read_alone() -> None:
 
 
 def test_after_an_undamaged_head_the_rest_is_read_unless_after_an_alarm() -> None:
-    watch = DamageWatch(GuardConfig(damage_pages=3))
+    watch = DamageWatch(tuned(GuardConfig, damage_pages=3))
     assert [watch.pages_at_once(read) for read in ([MISS], [CORRUPT], [MISS, CORRUPT])] == [None, 3, 3]
     watch.saw([CORRUPT] * 3)
     assert watch.pages_at_once([MISS]) == 1
@@ -90,7 +91,7 @@ def test_after_an_undamaged_head_the_rest_is_read_unless_after_an_alarm() -> Non
 
 def test_calls_that_began_before_an_alarm_stop_and_raise_no_second_one() -> None:
     """A second alarm would lengthen the pause although nothing was read since the first."""
-    admission = AdmissionControl(GuardConfig(damage_pages=2), ManualClock(), lambda at_s: None)
+    admission = AdmissionControl(tuned(GuardConfig, damage_pages=2), ManualClock(), lambda at_s: None)
     with admission.enter(Verb.GET, 2, 0, math.inf) as first, admission.enter(Verb.GET, 2, 0, math.inf) as second:
         assert not admission.saw_pages(first, [CORRUPT] * 2)
         assert not admission.saw_pages(second, [CORRUPT] * 2)
@@ -102,7 +103,7 @@ def test_the_first_probe_is_short_and_later_ones_have_the_configured_time(
     verb: Verb, first_s: float
 ) -> None:
     clock = ManualClock()
-    admission = AdmissionControl(GuardConfig(probe_timeout=2.0), clock, lambda at_s: None)
+    admission = AdmissionControl(tuned(GuardConfig, probe_timeout=2.0), clock, lambda at_s: None)
     with admission.enter(verb, 1, 0, deadline=math.inf) as call:
         call.result = CallResult.ERROR
     first = admission.begin_probe(verb.direction)
@@ -132,14 +133,11 @@ def test_each_call_is_counted_in_the_bucket_of_its_latency(seconds: list[float])
 @pytest.mark.parametrize(
     "options",
     [
-        {"failures": 0}, {"failures": True}, {"in_flight": 0}, {"damage_pages": -1}, {"failure_share": 0.0},
-        {"failure_share": 1.1}, {"retry_share": -0.1}, {"backoff_min": 0}, {"backoff_min": 6.0}, {"grace": "soon"},
-        {"read": "maybe"}, {"write": 1}, {"probe_timeout": float("nan")},
-        {"failurs": 3},
+        {"in_flight": 0}, {"in_flight": True}, {"in_flight": "much"}, {"read": "maybe"}, {"write": 1}, {"raed": "off"},
     ],
 )  # fmt: skip
 def test_options_that_cannot_work_are_rejected(options: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=next(iter(options)) if "min" not in str(options) else "backoff"):
+    with pytest.raises(ConfigError, match=next(iter(options))):
         GuardConfig(**options)
 
 
@@ -160,8 +158,7 @@ ENTRIES: dict[str, Any] = {"page_size": 4, "device": {"tokens": 32}, "host": {"t
 @pytest.fixture
 def guard() -> Iterator[Store]:
     """The guard of a cache whose configuration sets one up."""
-    section = {"failures": 7, "in_flight": "1MiB", "backoff_max": "3s", "write": False,
-               "inject": {"error_share": 1.0}}  # fmt: skip
+    section = {"in_flight": "1MiB", "write": False, "inject": {"error_share": 1.0}}
     config = HiCacheConfig.model_validate({**ENTRIES, "storage": {"type": "memory", "options": {}, "guard": section}})
     with create_cache(config, NAMESPACE) as cache:
         assert isinstance(cache, HiRadixCache)
@@ -171,8 +168,7 @@ def guard() -> Iterator[Store]:
 
 
 def test_a_cache_has_the_configured_guard(guard: Store) -> None:
-    assert (guard.name, guard.guard.failures, guard.guard.in_flight) == ("memory", 7, 1 << 20)
-    assert guard.guard.backoff_max == 3.0
+    assert (guard.name, guard.guard.in_flight) == ("memory", 1 << 20)
     assert guard.guard_statistics().breakers[Direction.WRITE].override is Override.OFF, "YAML reads off as false"
     assert guard.batch_exists(make_keys(1), deadline=soon()) == 0
     assert set(guard.statistics().errors) == {INJECTED}

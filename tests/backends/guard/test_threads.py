@@ -30,6 +30,7 @@ from tests.backends.guard.stores import (
     until_passing,
 )
 from tests.clocks import PassingClock
+from tests.tuned import tuned
 from tests.waiting import wait_for
 
 READ, WRITE = Direction.READ, Direction.WRITE
@@ -382,7 +383,7 @@ def test_random_traffic_over_an_unstable_store_leaves_nothing_in_flight(
 ) -> None:
     store = Troubled()
     guard = guard_of(
-        store, GuardConfig(backoff_min=0.005, backoff_max=0.01, in_flight=4 * CODEC.frame_bytes),
+        store, tuned(GuardConfig, backoff_min=0.005, backoff_max=0.01, in_flight=4 * CODEC.frame_bytes),
         clock=SYSTEM_CLOCK,
     )
     stop = threading.Event()

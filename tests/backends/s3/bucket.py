@@ -13,6 +13,7 @@ from hicache.backends.testing import HIT, NAMESPACE, PAYLOAD_BYTES, STORED, Subj
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.frame import FrameCodec
 from tests.backends.s3.stub import StubS3
+from tests.tuned import tuned
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 PAGE = CODEC.frame_bytes
@@ -53,7 +54,7 @@ def options(url: str, prefix: str = "test/", **changes: Any) -> S3StorageOptions
         "bucket": "pages", "prefix": prefix, "endpoint_url": url, "access_key_env": "S3_ACCESS_KEY",
         "secret_key_env": "S3_SECRET_KEY", "region": "us-east-1", "open_timeout": PATIENCE_S,
     }  # fmt: skip
-    return S3StorageOptions(**(chosen | changes))
+    return tuned(S3StorageOptions, **(chosen | changes))
 
 
 def open_s3(bucket: Bucket, prefix: str, codec: FrameCodec = CODEC, **changes: Any) -> Subject:

@@ -32,8 +32,7 @@ def test_all_options_can_be_set(tmp_path: Path) -> None:
         tmp_path,
         "bucket: pages, prefix: kv/, capacity: 2TiB, max_age: 30d, endpoint_url: 'http://127.0.0.1:8333', "
         "region: eu-west-1, path_style: true, credentials_file: /etc/s3, profile: p, ca_file: /etc/ca, "
-        "proxy: 'http://proxy:3128', connections: 3, timeout: 250ms, "
-        "connect_timeout: 1s, open_timeout: 2s",
+        "proxy: 'http://proxy:3128', connections: 3, timeout: 250ms",
     ).storage
     assert isinstance(config, S3Storage)
     assert config.options.model_dump() == {
@@ -41,7 +40,7 @@ def test_all_options_can_be_set(tmp_path: Path) -> None:
         "region": "eu-west-1", "path_style": True, "access_key_env": None, "secret_key_env": None,
         "session_token_env": None, "credentials_file": Path("/etc/s3"), "profile": "p", "ca_file": Path("/etc/ca"),
         "proxy": "http://proxy:3128", "proxy_env": None,
-        "connections": 3, "timeout": 0.25, "connect_timeout": 1.0, "open_timeout": 2.0,
+        "connections": 3, "timeout": 0.25,
     }  # fmt: skip
 
 
