@@ -19,6 +19,7 @@ from hicache.events.publisher import EventPublisher
 from hicache.keys import PAGE_KEY_BYTES, RadixKey, page_keys, token_bytes
 from tests.cache.host_world import PAGE_TOKENS, HostWorld, memory_backend
 from tests.cache.world import World
+from tests.tuned import tuned
 from tests.waiting import wait_for
 
 from .dynamo_index import DynamoIndex
@@ -167,7 +168,7 @@ class BlockEngine:
         stream = EventStream(1 << 20)
         ends = {"endpoint": f"ipc://{folder}/events", "replay_endpoint": f"ipc://{folder}/replay"}
         self.publisher = EventPublisher(
-            stream, EventsConfig.model_validate({**ends, "snapshot_interval": 0.01, **options}), given_keys=True
+            stream, tuned(EventsConfig, **{**ends, "snapshot_interval": 0.01, **options}), given_keys=True
         )
         self.world = HostWorld(host_pages=1024, backend=backend, position_bytes=PAGE_KEY_BYTES)
         self.world.cache.record_events(stream, self.publisher)

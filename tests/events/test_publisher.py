@@ -24,6 +24,7 @@ from hicache.events.wire import decode_batch
 from hicache.keys import page_keys, token_bytes
 from tests.events.world import DescribedIndex, RecordedMachine
 from tests.seeds import rng, seeds
+from tests.tuned import tuned
 from tests.waiting import wait_for
 
 TIMEOUT_S = 30.0
@@ -32,7 +33,7 @@ LOOPBACK = "tcp://127.0.0.1:*"
 
 
 def published(stream: EventStream, clock: Clock = SYSTEM_CLOCK, **options: Any) -> EventPublisher:
-    section = EventsConfig(**{"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK} | options)
+    section = tuned(EventsConfig, **{"endpoint": LOOPBACK, "replay_endpoint": LOOPBACK} | options)
     return EventPublisher(stream, section, clock=clock)
 
 
