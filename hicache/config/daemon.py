@@ -85,18 +85,19 @@ class DaemonConfig(Section):
     tls: TlsConfig = TlsConfig()
     pool: SizeOrShare = Field(
         default=GIB,
-        description="Host memory for hot pages of all namespaces, in front of `storage`; allocated at start. `10%`: a "
-        "share of the memory that is available then. 0: none.",
+        description="Host memory for hot pages of all namespaces, in front of `storage`; allocated at start. More "
+        "serves more hits without the store. `10%`: a share of the memory that is available then. 0: none.",
     )
     staging: PositiveSize = Field(
         default=256 * MIB,
         description="Host memory for pages sent over a socket; allocated at start. Calls without room wait. One call "
-        "uses at most a quarter of it.",
+        "uses at most a quarter of it. More is for many engines without shared memory.",
     )
     namespaces_max: Count = Field(
         default=64, ge=1, le=4096,
         description="Limit of open namespaces, each with its own connections and threads. Beyond it, the least "
-        "recently used one without calls in flight is closed, first one that no engine uses.",
+        "recently used one without calls in flight is closed, first one that no engine uses. More is for nodes with "
+        "many models or ranks.",
     )
     connections_max: Count = Field(
         default=512, ge=1, le=65536,
@@ -116,7 +117,7 @@ class DaemonConfig(Section):
         "connections and staging memory of dead clients sooner.",
     )
     drain_timeout: PositiveDuration = Field(
-        default=10.0, description="Time for requests in progress after SIGTERM."
+        default=10.0, description="Time for requests in progress after SIGTERM. What ends the process must wait longer."
     )
 
     @property

@@ -50,7 +50,7 @@ class GuardConfig(Section):
     )
     read: _Switch = Field(
         default=Override.AUTO,
-        description="`off`: never read from this store. `on`: always. `auto`: the breaker decides.",
+        description="`off`: never read from this store, to bypass it. `on`: always. `auto`: the breaker decides.",
     )
     write: _Switch = Field(default=Override.AUTO, description="The same for writes to this store.")
     inject: InjectConfig = InjectConfig()

@@ -48,8 +48,8 @@ class MooncakeStorageOptions(Section):
     )
     segment: Size = Field(
         default=GIB,
-        description="Memory of this process for pages of all nodes; these pages are lost when it ends. 0: none. "
-        "Ignored with `daemon`.",
+        description="Memory of this process for pages of all nodes; these pages are lost when it ends. More keeps more "
+        "pages. 0: none. Ignored with `daemon`.",
     )
     prefix: str = Field(
         default="hicache/", pattern=r"^[A-Za-z0-9._:/-]*$", max_length=128,

@@ -62,7 +62,7 @@ class EventsConfig(Section):
     topic: str = Field(
         default="kv-events",
         max_length=255,
-        description="Topic of the published messages.",
+        description="Topic of the published messages, for subscribers that tell engines or models apart by it.",
     )
     token_ids: bool = Field(
         default=True,

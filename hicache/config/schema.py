@@ -137,7 +137,7 @@ class PrefetchConfig(Section):
     threshold_tokens: Count = Field(
         default=256, ge=1, le=1 << 30,
         description="The shortest stored prefix that is read. Below a few hundred tokens computing is faster than a "
-        "lookup.",
+        "lookup; lower helps large models over a fast store.",
     )
     timeout_base: PositiveDuration = Field(
         default=1.0,
@@ -146,7 +146,7 @@ class PrefetchConfig(Section):
     )
     timeout_per_1024_tokens: Duration = Field(
         default=0.25,
-        description="Time added to `timeout_base` for each 1024 tokens.",
+        description="Time added to `timeout_base` for each 1024 tokens. More is for stores with a low bandwidth.",
     )
     host_share: Number = Field(
         default=0.5, ge=0, le=1,
@@ -188,17 +188,17 @@ class TransferConfig(Section):
         default="auto",
         description="How pages are copied between host and a CUDA device. `direct`: copy engines copy each page and "
         "layer; fast for long pieces. `staged`: several layers at once, through a device buffer and a kernel; fast "
-        "for short pieces. `auto` measures both at start.",
-    )
-    lookup_workers: Count = Field(
-        default=1, ge=1, le=64,
-        description="Threads for lookups in storage. More helps if a lookup takes longer than the time between "
-        "requests.",
+        "for short pieces. `auto` measures both at start; set one if other work on the bus disturbs the measurement.",
     )
     storage_batch_pages: Count = Field(
         default=128, ge=1, le=65536,
         description="Pages per call of a backend. More needs fewer round trips; fewer ends sooner at deadlines and "
         "shutdown.",
+    )
+    lookup_workers: Count = Field(
+        default=1, ge=1, le=64,
+        description="Threads for lookups in storage. More helps if a lookup takes longer than the time between "
+        "requests.",
     )
     io_workers: Count = Field(
         default=2, ge=1, le=64,
@@ -213,7 +213,8 @@ class TransferConfig(Section):
     shutdown_deadline: PositiveDuration = Field(
         default=5.0,
         description="Time limit of closing, in which pages that storage lacks and has not evicted are stored, most "
-        "recently used first. The rest is dropped.",
+        "recently used first. The rest is dropped. Longer keeps more for the next engine; what ends the process must "
+        "wait as long.",
     )
 
     # Pages being copied from device to host, which cannot be evicted, and the other way. Beyond these, pages are not
@@ -331,11 +332,13 @@ class HiCacheConfig(Section):
     )
     pin_host_share: Number = Field(
         default=0.5, ge=0, le=1,
-        description="Share of the host pages for pinned prefixes; further pins are rejected.",
+        description="Share of the host pages for pinned prefixes; further pins are rejected. More leaves less for the "
+        "prompts that are not pinned.",
     )
     load_back_threshold_tokens: Count = Field(
         default=10, ge=0, le=1 << 30,
-        description="The shortest prefix that is copied from host to device; shorter ones are computed.",
+        description="The shortest prefix that is copied from host to device; shorter ones are computed. Higher avoids "
+        "copies that save little; lower helps models that compute slowly.",
     )
     prefetch: PrefetchConfig = PrefetchConfig()
     break_even: BreakEvenConfig = BreakEvenConfig()

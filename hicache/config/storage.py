@@ -51,7 +51,7 @@ class FileStorageOptions(Section):
     )
     free_space_floor: Size = Field(
         default=GIB,
-        description="Space of the file system that stays free for other programs.",
+        description="Space of the file system that stays free for other programs; more if they write much.",
     )
     io_threads: Count = Field(
         default=4, ge=1, le=64,

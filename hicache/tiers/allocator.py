@@ -78,23 +78,18 @@ class PageAllocator:
     """Allocates pages by id. `first` is the smallest id: 1 for device pools, whose page 0 is padding, 0 for host pools.
 
     The pages freed last are allocated first: their memory is the warmest, and the cost of a free does not depend on the
-    number of free pages. With `ascending`, low ids are allocated first and the pages of one allocation ascend. This
-    keeps the pages of a request close together for attention kernels that profit from it. Freed pages then wait on a
-    release list, which is sorted into the stack only when the stack runs short, so many frees share one sort.
+    number of free pages.
 
     Double frees are always detected, not only in debug mode, because two owners of one page would corrupt data. The
     check costs about 1 us per call and 2 ns per page.
     """
 
-    def __init__(self, capacity: int, *, first: int = 0, ascending: bool = False) -> None:
+    def __init__(self, capacity: int, *, first: int = 0) -> None:
         self.capacity = capacity = whole("capacity", capacity)
         self.first = first = whole("first", first)
-        self._ascending = instance("ascending", ascending, bool)
         # Free from `_top` on. A new pool allocates ascending ids, because long runs make copies cheaper.
         self._stack = np.arange(first, first + capacity, dtype=np.intp)
         self._top = 0
-        self._released: list[Indices] = []
-        self._released_pages = 0
         self._group: list[Indices] | None = None
         # Indexed by page: `_USED`, or another value if the page is free.
         self._marks = np.zeros(first + capacity, dtype=np.int32)
@@ -104,7 +99,7 @@ class PageAllocator:
     @property
     def free_pages(self) -> int:
         """The number of pages that can be allocated now."""
-        return self.capacity - self._top + self._released_pages
+        return self.capacity - self._top
 
     @property
     def group_open(self) -> bool:
@@ -128,10 +123,8 @@ class PageAllocator:
     def alloc_indices(self, count: int) -> Indices | None:
         """Allocate as `alloc`, but return the pages in an array type for indexing."""
         count = whole("count", count)
-        if count > self.capacity - self._top:
-            if count > self.free_pages:
-                return None
-            self._sort_in()
+        if count > self.free_pages:
+            return None
         index = self._stack[self._top : self._top + count].copy()
         self._top += count
         self._marks[index] = _USED
@@ -146,9 +139,6 @@ class PageAllocator:
         index = self._mark_free(pages)
         if self._group is not None:
             self._group.append(index)
-        elif self._ascending:
-            self._released.append(index)
-            self._released_pages += len(index)
         else:
             self._push(index)
 
@@ -166,24 +156,16 @@ class PageAllocator:
             yield
         finally:
             collected, self._group = self._group, None
-            if self._ascending:
-                self._released += collected
-                self._released_pages += sum(map(len, collected))
-            else:
-                for index in collected:
-                    self._push(index)
+            for index in collected:
+                self._push(index)
 
     def check(self) -> None:
-        """Raise InvariantError if the free stack, the lists of freed pages and the used marks disagree."""
-        free = np.concatenate((self._stack[self._top :], *self._released, *(self._group or [])))
-        if len(free) != self.free_pages + self._collected_pages:
-            raise InvariantError("allocator: the release list does not hold as many pages as were counted")
+        """Raise InvariantError if the free stack, the collected pages and the used marks disagree."""
+        free = np.concatenate((self._stack[self._top :], *(self._group or [])))
         if len(np.unique(free)) != len(free):
             raise InvariantError("allocator: a page is free twice")
         if (self._marks[free] == _USED).any() or np.count_nonzero(self._marks == _USED) != self.used_pages:
             raise InvariantError("allocator: free pages and used marks disagree")
-        if self._ascending and (np.diff(self._stack[self._top :]) < 0).any():
-            raise InvariantError("allocator: the free stack is not sorted")
 
     def _mark_free(self, pages: PageIds) -> Indices:
         """Mark pages as free and return them in a new array. Raises InvariantError, and changes nothing, if a page is
@@ -210,13 +192,6 @@ class PageAllocator:
     def _push(self, index: Indices) -> None:
         end, self._top = self._top, self._top - len(index)
         self._stack[self._top : end] = index
-
-    def _sort_in(self) -> None:
-        for index in self._released:
-            self._push(index)
-        self._released.clear()
-        self._released_pages = 0
-        self._stack[self._top :].sort()
 
 
 def require_pages(pages: PageIds) -> PageIds:

@@ -31,7 +31,7 @@ with contextlib.suppress(ImportError, AttributeError):  # an old build may lack 
 
 
 class KVPool:
-    """L1: memory as blocks, one block per page, and the allocator of the pages. For `ascending` see `PageAllocator`.
+    """L1: memory as blocks, one block per page, and the allocator of the pages.
 
     `loading` is the load that reads wait for, layer by layer. A cache sets it in `start_loading`, to None when no load
     is in flight. An engine that has already waited may set it to None.
@@ -43,9 +43,8 @@ class KVPool:
     """
 
     def __init__(
-        self, geometry: KVGeometry, blocks: EngineBlocks, pages: int | None = None, *, ascending: bool = False,
-        owned: EnginePages | None = None,
-    ) -> None:  # fmt: skip
+        self, geometry: KVGeometry, blocks: EngineBlocks, pages: int | None = None, *, owned: EnginePages | None = None
+    ) -> None:
         instance("device pool: geometry", geometry, KVGeometry)
         instance("device pool: blocks", blocks, EngineBlocks)
         if blocks.layer_bytes != (geometry.layer_bytes,) * geometry.layers:
@@ -63,7 +62,7 @@ class KVPool:
         self.blocks = blocks
         self.device = blocks.device
         self.loading: Transfer | None = None
-        self.allocator: PagePool = PageAllocator(pages, first=first, ascending=ascending) if owned is None else owned
+        self.allocator: PagePool = PageAllocator(pages, first=first) if owned is None else owned
 
     @property
     def pages(self) -> int:
@@ -89,9 +88,7 @@ class MHATokenToKVPool(KVPool):
     another layout or fewer than one page, and CapacityError, with the numbers, if the device has too little memory.
     """
 
-    def __init__(
-        self, geometry: KVGeometry, pages: int, device: torch.device | str = "cpu", *, ascending: bool = False
-    ) -> None:
+    def __init__(self, geometry: KVGeometry, pages: int, device: torch.device | str = "cpu") -> None:
         size, heads, k_dim, v_dim = geometry.page_size, geometry.heads, geometry.head_dim, geometry.value_dim
         shape = (2, size, heads, k_dim) if v_dim == k_dim else (size * heads * (k_dim + v_dim),)
         self.kv_buffer = _allocate(geometry, KVLayout.MHA, pages, shape, device)
@@ -101,7 +98,7 @@ class MHATokenToKVPool(KVPool):
             (kv[:, :k_block].view(-1, size, heads, k_dim), kv[:, k_block:].view(-1, size, heads, v_dim))
             for kv in (layer.flatten(1) for layer in self.kv_buffer)
         ]
-        super().__init__(geometry, EngineBlocks([[kv] for kv in self.kv_buffer], first=1), pages, ascending=ascending)
+        super().__init__(geometry, EngineBlocks([[kv] for kv in self.kv_buffer], first=1), pages)
 
     def get_kv_buffer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Return K and V of one layer, each `[pages + 1, page_size, heads, head_dim]` (V: `v_head_dim`), for an
@@ -126,13 +123,11 @@ class MHATokenToKVPool(KVPool):
 class MLATokenToKVPool(KVPool):
     """One latent tensor per layer, `[pages + 1, page_size, 1, latent_dim]`. Raises as `MHATokenToKVPool` does."""
 
-    def __init__(
-        self, geometry: KVGeometry, pages: int, device: torch.device | str = "cpu", *, ascending: bool = False
-    ) -> None:
+    def __init__(self, geometry: KVGeometry, pages: int, device: torch.device | str = "cpu") -> None:
         shape = (geometry.page_size, geometry.heads, geometry.head_dim)
         self.kv_buffer = _allocate(geometry, KVLayout.MLA, pages, shape, device)
         self.dtype = self.kv_buffer[0].dtype
-        super().__init__(geometry, EngineBlocks([[kv] for kv in self.kv_buffer], first=1), pages, ascending=ascending)
+        super().__init__(geometry, EngineBlocks([[kv] for kv in self.kv_buffer], first=1), pages)
 
     def get_kv_buffer(self, layer: int) -> torch.Tensor:
         """Return the latents of one layer, `[pages + 1, page_size, 1, latent_dim]`. Waits and raises as `wait_layer`.
@@ -167,12 +162,12 @@ def _allocate(
 
 
 def create_device_pool(
-    geometry: KVGeometry, pages: int, device: torch.device | str = "cpu", *, ascending: bool = False
+    geometry: KVGeometry, pages: int, device: torch.device | str = "cpu"
 ) -> MHATokenToKVPool | MLATokenToKVPool:
     """Return a pool for the geometry's layout that allocates its memory. Raises as that pool does."""
     layout = instance("device pool: geometry", geometry, KVGeometry).layout
     kind = MHATokenToKVPool if layout is KVLayout.MHA else MLATokenToKVPool
-    return kind(geometry, pages, device, ascending=ascending)
+    return kind(geometry, pages, device)
 
 
 class RequestToTokenPool:

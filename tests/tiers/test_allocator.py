@@ -1,4 +1,4 @@
-"""The free list of pages: stack and ascending order, free groups, double frees."""
+"""The free list of pages: its order, free groups, double frees."""
 
 from __future__ import annotations
 
@@ -11,8 +11,6 @@ from hicache.errors import InvalidInput, InvariantError
 from hicache.tiers import PageAllocator
 from hicache.types import Indices, PageIds
 from tests.seeds import rng, seeds
-
-ORDERS = pytest.mark.parametrize("ascending", [False, True], ids=["stack", "ascending"])
 
 
 def ids(*pages: int) -> PageIds:
@@ -32,9 +30,8 @@ def test_a_stack_allocates_the_pages_freed_last() -> None:
     assert take(allocator, 3) == [4, 2, 6]
 
 
-@ORDERS
-def test_a_freed_array_belongs_to_the_caller_again(ascending: bool) -> None:
-    allocator = PageAllocator(4, ascending=ascending)
+def test_a_freed_array_belongs_to_the_caller_again() -> None:
+    allocator = PageAllocator(4)
     pages = ids(*take(allocator, 3))
     with allocator.free_group():
         allocator.free(pages[:1])
@@ -44,10 +41,9 @@ def test_a_freed_array_belongs_to_the_caller_again(ascending: bool) -> None:
     assert sorted(take(allocator, 4)) == [0, 1, 2, 3]
 
 
-@ORDERS
 @pytest.mark.parametrize("wrong", [[0, 0], [1], [3], [0, 2, 0], [4], [0, -1], [-2], [0, 2] * 3])
-def test_double_frees_and_foreign_pages_are_rejected_and_change_nothing(wrong: list[int], ascending: bool) -> None:
-    allocator = PageAllocator(4, ascending=ascending)
+def test_double_frees_and_foreign_pages_are_rejected_and_change_nothing(wrong: list[int]) -> None:
+    allocator = PageAllocator(4)
     pages = allocator.alloc(3)
     assert pages is not None
     allocator.free(pages[1:2])
@@ -65,9 +61,8 @@ class Trusting(PageAllocator):
         return pages.astype(np.intp)
 
 
-@ORDERS
-def test_without_the_check_a_double_free_gives_a_page_two_owners(ascending: bool) -> None:
-    allocator = Trusting(4, ascending=ascending)
+def test_without_the_check_a_double_free_gives_a_page_two_owners() -> None:
+    allocator = Trusting(4)
     take(allocator, 4)
     allocator.free(ids(1))
     allocator.free(ids(1))
@@ -76,9 +71,8 @@ def test_without_the_check_a_double_free_gives_a_page_two_owners(ascending: bool
     assert take(allocator, 2) == [1, 1]
 
 
-@ORDERS
-def test_a_group_that_raises_still_frees_its_pages(ascending: bool) -> None:
-    allocator = PageAllocator(4, ascending=ascending)
+def test_a_group_that_raises_still_frees_its_pages() -> None:
+    allocator = PageAllocator(4)
     pages = ids(*take(allocator, 4))
     with pytest.raises(KeyError), allocator.free_group():
         allocator.free(pages[:2])
@@ -103,32 +97,24 @@ def test_groups_do_not_nest() -> None:
 
 
 class Sets:
-    """The free, used and collected pages as sets; in ascending order also the sorted part of the free pages."""
+    """The free, used and collected pages as sets."""
 
-    def __init__(self, capacity: int, first: int, ascending: bool) -> None:
+    def __init__(self, capacity: int, first: int) -> None:
         self.free = set(range(first, first + capacity))
-        self.sorted_part = set(self.free)
         self.used: set[int] = set()
         self.collected: set[int] = set()
-        self.ascending = ascending
 
     def take(self, pages: list[int]) -> None:
-        if self.ascending:
-            if len(pages) > len(self.sorted_part):
-                self.sorted_part = set(self.free)
-            assert pages == sorted(self.sorted_part)[: len(pages)]
-            self.sorted_part -= set(pages)
         assert set(pages) <= self.free and len(set(pages)) == len(pages)
         self.free -= set(pages)
         self.used |= set(pages)
 
 
-@ORDERS
 @pytest.mark.parametrize("seed", seeds(20))
-def test_random_use_agrees_with_sets(seed: int, ascending: bool) -> None:
+def test_random_use_agrees_with_sets(seed: int) -> None:
     numbers = rng(seed)
     capacity, first = numbers.randint(1, 40), numbers.randint(0, 1)
-    allocator, model = PageAllocator(capacity, first=first, ascending=ascending), Sets(capacity, first, ascending)
+    allocator, model = PageAllocator(capacity, first=first), Sets(capacity, first)
     for _ in range(30):
         if numbers.random() < 0.3:
             with allocator.free_group():
@@ -165,19 +151,15 @@ def step(allocator: PageAllocator, model: Sets, numbers: random.Random, freed: s
     allocator.check()
 
 
-@pytest.mark.parametrize("damage", ["stack", "marks", "count", "order"])
+@pytest.mark.parametrize("damage", ["stack", "marks"])
 def test_a_damaged_free_list_does_not_pass_the_check(damage: str) -> None:
-    allocator = PageAllocator(6, ascending=True)
+    allocator = PageAllocator(6)
     take(allocator, 3)
     allocator.free(ids(1))
     allocator.check()
     if damage == "stack":
         allocator._stack[-1] = allocator._stack[-2]
-    elif damage == "marks":
-        allocator._marks[5] = -1
-    elif damage == "count":
-        allocator._released_pages += 1
     else:
-        allocator._stack[-3:] = allocator._stack[-3:][::-1].copy()
+        allocator._marks[5] = -1
     with pytest.raises(InvariantError):
         allocator.check()

@@ -63,7 +63,6 @@ Call = Callable[[Pools, Any], object]
 CALLS: dict[str, tuple[Call, Sequence[Any]]] = {
     "PageAllocator capacity": (lambda pools, bad: PageAllocator(bad), COUNTS),
     "PageAllocator first": (lambda pools, bad: PageAllocator(4, first=bad), COUNTS),
-    "PageAllocator ascending": (lambda pools, bad: PageAllocator(4, ascending=bad), [None, 1, "no"]),
     "alloc count": (lambda pools, bad: pools.pages.alloc(bad), COUNTS),
     "free pages": (lambda pools, bad: pools.pages.free(bad), PAGES),
     "HostPool shape": (lambda pools, bad: HostPool(bad, 4), [None, 4, "mha", [4]]),

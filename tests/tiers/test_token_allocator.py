@@ -129,7 +129,7 @@ class World:
     def __init__(self, numbers: random.Random) -> None:
         self.numbers = numbers
         self.size = numbers.choice(PAGE_SIZES[:5])
-        pages = PageAllocator(numbers.randint(1, 24), first=1, ascending=numbers.random() < 0.5)
+        pages = PageAllocator(numbers.randint(1, 24), first=1)
         self.allocator = PagedTokenToKVPoolAllocator(pages, self.size, debug=True)
         self.requests: list[list[int]] = []
 
