@@ -644,7 +644,7 @@ def in_parts(name: str, value: object) -> Iterator[tuple[str, dict[str, Any]]]:
 def test_a_removed_entry_is_refused_in_each_source_with_what_replaced_it(
     refused: Callable[..., list[str]], name: str
 ) -> None:
-    expected = f"{name}: was removed in 0.2: {REMOVED[name]} ("
+    expected = f"{name}: was removed: {REMOVED[name]} ("
     base = yaml.safe_dump({"storage": BUCKET}) if name.startswith("storage.") else ""
     for where, source in (
         ("file", (yaml.safe_dump(nested(name, 1)),)),
@@ -653,7 +653,7 @@ def test_a_removed_entry_is_refused_in_each_source_with_what_replaced_it(
     ):
         (line,) = refused(*source)
         assert line.startswith(expected) and where in line.removeprefix(expected)
-    with pytest.raises(ConfigError, match=re.escape(f"{name}: was removed in 0.2: {REMOVED[name]}")):
+    with pytest.raises(ConfigError, match=re.escape(f"{name}: was removed: {REMOVED[name]}")):
         HiCacheConfig(**nested(name, 1))
 
 
@@ -661,12 +661,12 @@ def test_a_removed_entry_is_refused_in_each_source_with_what_replaced_it(
 def test_a_removed_entry_of_a_store_is_refused_in_parts(refused: Callable[..., list[str]], name: str) -> None:
     for path, tree in in_parts(name, 1):
         (line,) = refused(yaml.safe_dump(tree))
-        assert line.startswith(f"{path}: was removed in 0.2: {REMOVED[name]} (")
+        assert line.startswith(f"{path}: was removed: {REMOVED[name]} (")
 
 
 def test_all_entries_of_a_removed_section_are_refused(refused: Callable[..., list[str]]) -> None:
     lines = refused("schedule: {policy: fcfs, deep: {er: 1}}")
-    assert [line.partition(": was removed in 0.2: the engine schedules;")[0] for line in lines] == [
+    assert [line.partition(": was removed: the engine schedules;")[0] for line in lines] == [
         "schedule.deep.er", "schedule.policy"
     ]  # fmt: skip
 

@@ -104,16 +104,12 @@ def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
         _require_for_engine(config, device_blocks)
     l1_pages = _l1_pages(config, geometry, known, device_pages, device_memory, device_blocks)
     l1_pages = l1_pages if engine_pages is None else engine_pages.capacity
-    page_bytes = geometry.payload_bytes
     if ranks is not None:
         _require_same(ranks, config, namespace)
     l2_pages = host_pages(config.host, geometry, l1_pages) if config.prefix_cache else 0
-    if ranks is not None:  # the smallest pools, and the longest page: its size differs between pipeline stages
-        if callable(l2_pages):
-            l2_pages = _pages_of_share(l2_pages, ranks)
-        numbers = np.array([l1_pages, l2_pages, -page_bytes], dtype=np.int64)
-        l1_pages, l2_pages, longest = ranks.agree(numbers).tolist()
-        page_bytes = -longest
+    page_bytes = geometry.payload_bytes
+    if ranks is not None:
+        l1_pages, l2_pages, page_bytes = _agreed_sizes(ranks, l1_pages, l2_pages, page_bytes)
 
     def build(undo: ExitStack) -> HiRadixCache | ChunkCache:
         if device_blocks is not None:
@@ -282,12 +278,24 @@ def _own_host(config: HiCacheConfig, shape: PageShape) -> HostPool:
     return open_host_pool(config, shape, host_pages(config.host, shape, 0), pin=pin)
 
 
-def _pages_of_share(count: Callable[[], int], ranks: RankGroup) -> int:
-    """Return the pages of L2 of the only rank. Raises ConfigError for several: their pools must be equal, but each
-    would take its share of what the others have left."""
-    if ranks.size > 1:
-        raise ConfigError(f"host.size: a share needs one pool per machine; with {ranks.size} ranks write a size: 64GiB")
-    return count()
+def _agreed_sizes(
+    ranks: RankGroup, l1_pages: int, l2_pages: int | Callable[[], int], page_bytes: int
+) -> tuple[int, int, int]:
+    """Return the pages of the smallest L1 and L2, and the bytes of the longest page: its size differs between pipeline
+    stages.
+
+    Raises ConfigError for a share of the memory with several ranks: their pools must be equal, but each would take its
+    share of what the others have left.
+    """
+    if callable(l2_pages):
+        if ranks.size > 1:
+            raise ConfigError(
+                f"host.size: a share needs one pool per machine; with {ranks.size} ranks write a size: 64GiB"
+            )
+        l2_pages = l2_pages()
+    numbers = np.array([l1_pages, l2_pages, -page_bytes], dtype=np.int64)
+    l1_least, l2_least, longest = ranks.agree(numbers).tolist()
+    return l1_least, l2_least, -longest
 
 
 def _require_same(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace) -> None:

@@ -65,5 +65,5 @@ def removed(path: Sequence[str], *, whole: bool = True) -> str | None:
         dotted, places = _PART.subn("", dotted)
     for name, instead in REMOVED.items():
         if f"{dotted}.".startswith(f"{name}.") or (not whole and f".{name}".endswith(f".{dotted}")):
-            return f"was removed in 0.2: {instead}"
+            return f"was removed: {instead}"
     return None
