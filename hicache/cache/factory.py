@@ -104,11 +104,10 @@ def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
         _require_for_engine(config, device_blocks)
     l1_pages = _l1_pages(config, geometry, known, device_pages, device_memory, device_blocks)
     l1_pages = l1_pages if engine_pages is None else engine_pages.capacity
-    if ranks is not None:
-        _require_same(ranks, config, namespace)
     l2_pages = host_pages(config.host, geometry, l1_pages) if config.prefix_cache else 0
     page_bytes = geometry.payload_bytes
     if ranks is not None:
+        _require_same(ranks, config, namespace)
         l1_pages, l2_pages, page_bytes = _agreed_sizes(ranks, l1_pages, l2_pages, page_bytes)
 
     def build(undo: ExitStack) -> HiRadixCache | ChunkCache:
@@ -120,9 +119,8 @@ def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
             cache = ChunkCache(l1, weights_epoch=namespace.weights_epoch)
             undo.callback(cache.close)
             return cache
-        rank = None if ranks is None else ranks.rank
         pin = known if host_is_pinned(config.host, known.type) else None
-        l2 = open_host_pool(config, geometry, l2_pages, pin=pin, rank=rank)
+        l2 = open_host_pool(config, geometry, l2_pages, pin=pin, rank=None if ranks is None else ranks.rank)
         kind = EngineCache if engine_pages is not None else SessionCache if config.sessions.enabled else HiRadixCache
 
         def make(controller: HiCacheController, options: TieredOptions) -> HiRadixCache:
