@@ -261,12 +261,14 @@ def test_for_operations_of_one_size_the_fixed_time_is_zero() -> None:
     assert line.per_unit_s == pytest.approx(0.5 / MIB, rel=1e-3)
 
 
-def test_the_estimated_speed_of_a_much_larger_hit_is_bounded() -> None:
+@pytest.mark.parametrize("per_unit_s", [0.0, 1e-9, 1e-6])
+def test_the_estimated_speed_of_a_much_larger_hit_is_bounded(per_unit_s: float) -> None:
+    """As if the whole time were fixed. The largest operation is the fastest, with 8 units per second."""
     estimator = RateEstimator()
     for size in (1, 2, 4, 8):
-        estimator.observe(size, 1.0)  # as if the whole time were fixed
+        estimator.observe(size, 1.0 + per_unit_s * size)
     line = estimator.line
-    assert line is not None and line.fixed_s + 10**6 * line.per_unit_s > 10**6 / 32
+    assert line is not None and 10**6 / (line.fixed_s + 10**6 * line.per_unit_s) < 32 * 8
 
 
 @pytest.mark.parametrize("seed", seeds(5))

@@ -39,7 +39,7 @@ from hicache.controller.storage import StorageExecutor
 from hicache.errors import InvariantError
 from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
-from hicache.keys import PageChain, RadixKey
+from hicache.keys import TOKEN_BYTES, PageChain, RadixKey
 from hicache.supervised import SupervisedPool
 from hicache.tiers import HostPool
 from tests.ranks import Exchange
@@ -255,6 +255,19 @@ def test_workers_start_no_batch_that_the_gate_has_cancelled(until: Until) -> Non
         executor.store(Store(chain, page, begins_prompt=True, storage=storage), lambda: beats.append("store"))
         # A store beats again after it has given way to reads.
         assert beats == (["look up", "read", "store", "store"] if until is IN_SERVICE else [])
+
+
+def test_a_store_remembers_a_limited_number_of_chains_that_it_could_not_store() -> None:
+    host = HostPool(KVGeometry(layers=1, heads=1, head_dim=2, page_size=4, dtype="float32"), 1)
+    with engine() as one:
+        one.faults.fail()
+        executor = StorageExecutor(None, host, TransferConfig(), SupervisedPool, one.clock)
+        storage = OpenStore(one.guard, IN_SERVICE)
+        keys = [number.to_bytes(32, "big") for number in range(4096 + 8)]
+        for key in keys:
+            chain = PageChain(bytes(4 * TOKEN_BYTES), 4, b"", [key])
+            executor.store(Store(chain, np.zeros(1, np.int32), begins_prompt=True, storage=storage), lambda: None)
+        assert list(storage.broken_chains) == keys[8:], "the oldest are forgotten"
 
 
 def test_check_finds_a_retired_store_that_workers_still_use() -> None:

@@ -162,6 +162,23 @@ def test_pinned_pages_are_not_evicted_until_they_are_unpinned() -> None:
     assert pool.statistics().pinned_bytes == 0
 
 
+@pytest.mark.parametrize("how", ["pinned", "held"])
+def test_an_oldest_page_that_stays_does_not_stop_the_eviction_of_the_next_one(how: str) -> None:
+    pool = pool_of(4)
+    space, keys, (new,) = pool.open(ONE, PAYLOAD), make_keys(4), make_keys(1, "new")
+    for key in keys:
+        put(pool, space, [key])
+    held = []
+    if how == "pinned":
+        pool.pin(space, keys[:1])
+    else:
+        held = pool.hold(space, keys[:1])
+    assert put(pool, space, [new]) == 1
+    assert present(pool, space, [*keys, new]) == [keys[0], *keys[2:], new]
+    assert pool.statistics().evicted == 1
+    pool.release(space, [page for page in held if page is not None])
+
+
 def test_pins_are_limited_to_half_of_the_pool_and_end_with_a_deletion() -> None:
     pool = pool_of(4)
     space, keys = pool.open(ONE, PAYLOAD), make_keys(4)
@@ -224,6 +241,27 @@ def test_a_page_requested_before_a_deletion_is_not_added_after_it(when: str) -> 
     pool.use(space, [key])
     pool.check()
     assert (pool.statistics().used_bytes == 0) is (when != "never")
+
+
+def test_a_page_requested_during_a_deletion_is_not_added_during_or_after_it() -> None:
+    """The store may still have the page when the deletion begins."""
+    pool = pool_of(4)
+    space, (key,) = pool.open(ONE, PAYLOAD), make_keys(1)
+    with pool.deleting(space, [key]), pool.deleting(space, [key]):
+        deletions = pool.deletions(space)
+        assert pool.reserve(space, key, since=pool.now(), deletions=deletions) is None
+    assert pool.reserve(space, key, since=pool.now(), deletions=deletions) is None
+    assert put(pool, space, [key]) == 1, "a page requested after the deletion is added"
+
+
+def test_a_deletion_that_ends_does_not_end_another_one() -> None:
+    pool = pool_of(4)
+    space, (key,) = pool.open(ONE, PAYLOAD), make_keys(1)
+    with pool.deleting(space, [key]):
+        with pool.deleting(space, [key]):
+            pass
+        assert put(pool, space, [key]) == 0
+    assert put(pool, space, [key]) == 1
 
 
 def test_two_concurrent_reads_of_a_page_leave_one_copy() -> None:

@@ -502,6 +502,46 @@ def test_a_read_in_flight_does_not_restore_a_deleted_page(threads: ThreadPoolExe
     assert (exists(doorless(store), keys), load(doorless(store), keys)) == (0, [MISS] * 2)
 
 
+class SlowlyRemoving(Gated):
+    """A driver that calls `before_removal` before it removes pages."""
+
+    before_removal: Callable[[], object]
+
+    def remove(
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[bytes] | None = None
+    ) -> tuple[int, Sequence[str]]:
+        self.before_removal()
+        return super().remove(namespace, keys, deadline, found)
+
+
+def test_a_read_that_begins_during_a_deletion_does_not_restore_the_page(threads: ThreadPoolExecutor) -> None:
+    """The store still has the page when the read begins, and no longer when the read ends."""
+    inner = SlowlyRemoving()
+    store, keys = shared(inner), make_keys(2)
+    store_chain(inner.subject, keys)
+    has_read, may_return = threading.Event(), threading.Event()
+    readings: list[Future[list[GetOutcome]]] = []
+
+    def wait() -> None:
+        has_read.set()
+        may_return.wait(30.0)
+
+    def read() -> None:
+        inner.after_read = wait
+        readings.append(threads.submit(load, doorless(store), keys))
+        wait_for(has_read.is_set)
+        inner.after_read = lambda: None
+
+    inner.before_removal = read
+    assert delete(doorless(store), keys) == 2
+    later = threads.submit(load, doorless(store), keys)
+    wait_for(lambda: later.done() or waiting_pages(store) > 0)
+    may_return.set()
+    assert later.result(30.0) == [MISS] * 2, "a call waited for a read that began before the end of the deletion"
+    assert readings[0].result(30.0) == [HIT] * 2
+    assert (exists(doorless(store), keys), load(doorless(store), keys)) == (0, [MISS] * 2)
+
+
 @pytest.mark.parametrize("verb", ["delete", "clear"])
 def test_a_removal_covers_pool_and_store_and_does_not_count_a_page_twice(verb: str) -> None:
     inner = Gated()

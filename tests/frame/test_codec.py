@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.errors import InvalidInput
-from hicache.frame import HEADER_BYTES, Damage, FrameCodec, FrameHeader, TagKind, frame_bytes, unseal
+from hicache.frame import HEADER_BYTES, Damage, FrameCodec, FrameHeader, PageView, TagKind, frame_bytes, unseal
 from hicache.frame.header import MAGIC
 
 NAMESPACE = b"n" * 32
@@ -80,6 +81,29 @@ def test_sealing_a_sealed_frame_changes_nothing(codec: FrameCodec) -> None:
     assert bytes(frame) == before
     codec.seal(b"x" * 32, frame)
     assert codec.check(b"x" * 32, frame) is None
+
+
+class Interrupted(FrameCodec):
+    """A codec whose seals are interrupted, by a signal, when the rest of the header is written."""
+
+    def _tag(self, key_id: bytes, nonce: bytes, covered: Sequence[memoryview]) -> bytes:
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("was_sealed", [False, True])
+@pytest.mark.parametrize("keys", [[], [MAC]], ids=["checksum", "mac"])
+def test_an_interrupted_seal_leaves_an_unsealed_page(keys: list[bytes], was_sealed: bool) -> None:
+    """A page that claims to be sealed would be stored with a wrong tag, and lost at its next read."""
+    codec, interrupted = (kind(NAMESPACE, PAYLOAD, mac_keys=keys) for kind in (FrameCodec, Interrupted))
+    frame = sealed(codec, b"x" * 32) if was_sealed else memoryview(bytearray(codec.frame_bytes))
+    for page in (frame, PageView(frame[:HEADER_BYTES], [frame[HEADER_BYTES : HEADER_BYTES + PAYLOAD]])):
+        with pytest.raises(KeyboardInterrupt):
+            interrupted.seal_buffers(KEY, page)
+        assert not codec.is_sealed(KEY, page) and not codec.is_sealed(b"x" * 32, page)
+        assert codec.check(KEY, frame) is Damage.NOT_A_FRAME
+        codec.seal_buffers(KEY, page)
+        assert codec.check(KEY, frame) is None
+        codec.seal(b"x" * 32, frame)
 
 
 def test_a_header_can_be_parsed_without_verifying_it(codec: FrameCodec) -> None:

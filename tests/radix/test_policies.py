@@ -138,6 +138,17 @@ def test_the_search_detects_a_queue_that_ignores_uses() -> None:
     assert found
 
 
+def test_mru_evicts_from_l2_the_run_that_was_used_last() -> None:
+    t = tree("mru")
+    for token in range(1, 5):
+        t.set_host(insert(t, token, page=token), np.array([10 * token], dtype=np.int32))
+    t.evict_device(4)
+    for token in (3, 1, 2):
+        t.match(key(token))
+    assert [t.evict_host(1).tolist() for _ in range(4)] == [[20], [10], [30], [40]]
+    check_tree(t)
+
+
 def test_queues_stay_small_after_many_uses_of_a_node() -> None:
     t = tree("mru")
     for token in range(10):
@@ -146,6 +157,20 @@ def test_queues_stay_small_after_many_uses_of_a_node() -> None:
         t.match(key(3))
     device_queue = t.queues.device
     assert len(device_queue._heap) < 200
+    check_tree(t)
+
+
+def test_the_stack_of_copies_stays_small_after_many_copies_of_a_node() -> None:
+    t = tree("lru")
+    nodes = [insert(t, token, page=token + 1) for token in range(10)]
+    for number, node in enumerate(nodes):
+        t.set_host(node, np.array([number], dtype=np.int32))
+    for _ in range(2_000):
+        t.hold_host(nodes[3])
+        t.release_host(nodes[3])
+        t.leave_host(nodes[4])
+        t.set_host(nodes[4], np.array([4], dtype=np.int32))
+    assert len(t.queues.copies._stack) < 200
     check_tree(t)
 
 

@@ -1,0 +1,62 @@
+"""Single flight: what a waiting call may rely on when it ends, and which flight a call joins."""
+
+from __future__ import annotations
+
+import threading
+
+from hicache.clock import SYSTEM_CLOCK
+from hicache.daemon.flights import Flights, Waiter
+from tests.waiting import WAIT_S, wait_for
+
+KEY = b"k" * 32
+
+
+class Watched(threading.Condition):
+    """A condition that tells when a thread waits for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_awaited = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.is_awaited.set()
+        return super().wait(timeout)
+
+
+def test_a_call_does_not_end_while_another_call_copies_into_its_buffers() -> None:
+    """Its buffers belong to its caller again when it has ended."""
+    buffer = memoryview(bytearray(8))
+    waiter = Waiter[None]([buffer], SYSTEM_CLOCK)
+    waiter._state = state = Watched()
+    ending = threading.Thread(target=waiter.end)
+    with waiter.copying() as targets:
+        assert targets is not None and targets[0] is buffer
+        ending.start()
+        wait_for(lambda: state.is_awaited.is_set() or not ending.is_alive())
+        assert ending.is_alive(), "the call ended during a copy"
+        buffer[:] = b"received"
+    ending.join(WAIT_S)
+    assert not ending.is_alive() and bytes(buffer) == b"received"
+
+
+def test_after_its_end_a_call_gets_neither_copies_nor_answers() -> None:
+    waiter = Waiter[int]([memoryview(bytearray(8))], SYSTEM_CLOCK)
+    assert waiter.give(3, 7)
+    assert waiter.end() == [(3, 7)]
+    with waiter.copying() as targets:
+        assert targets is None
+    assert not waiter.give(3, 8)
+    assert waiter.end() == []
+
+
+def test_the_end_of_a_detached_flight_does_not_end_the_flight_that_replaced_it() -> None:
+    flights, waiter = Flights[int](), Waiter[int]((), SYSTEM_CLOCK)
+    stale = flights.join(KEY, 0, waiter)
+    assert stale is not None
+    flights.detach([KEY])
+    current = flights.join(KEY, 1, waiter)
+    assert current is not None
+    assert flights.land(stale) == []
+    assert flights.join(KEY, 2, waiter) is None, "a call moves the page although another one is moving it"
+    assert flights.land(current) == [(waiter, 2)]
+    assert len(flights) == 0
