@@ -8,7 +8,7 @@ import re
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ import yaml
 
 from hicache_lab.devservers.packages import package_file, program
 from hicache_lab.devservers.ports import LOOPBACK, free_ports
+from hicache_lab.devservers.seaweed import SeaweedServer, litter
 from tests.deploy.served import CONFIG, PORT, Place, served
 from tests.test_ready_configs import carries_pages
 from tests.waiting import WAIT_S, wait_for
@@ -82,8 +83,8 @@ def test_every_service_listens_on_loopback_only(repository: Path) -> None:
 
 
 @contextlib.contextmanager
-def running(command: list[str], tmp_path: Path, path: str = "") -> Iterator[None]:
-    """Run a server with the command of the file."""
+def running(command: list[str], tmp_path: Path, path: str = "", litter: Sequence[Path] = ()) -> Iterator[None]:
+    """Run a server with the command of the file. `litter` are files that it leaves outside `tmp_path`."""
     environ = os.environ | {"STORE_KEY": KEY, "PATH": f"{path}:{os.environ['PATH']}"}
     with (tmp_path / "server.log").open("wb") as log:
         process = subprocess.Popen(command, cwd=tmp_path, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
@@ -93,6 +94,8 @@ def running(command: list[str], tmp_path: Path, path: str = "") -> Iterator[None
     finally:
         process.kill()
         process.wait(WAIT_S)
+        for file in litter:
+            file.unlink(missing_ok=True)
 
 
 def in_shell(service: Any, **changes: str) -> list[str]:
@@ -138,7 +141,7 @@ def test_the_daemon_works_over_valkey(repository: Path, folder: Path) -> None:
 def test_the_daemon_works_over_a_bucket(repository: Path, folder: Path) -> None:
     """Commands of the file start the server and create the bucket. The test changes ports, directories and sizes."""
     services, binaries = load(repository)["services"], str(program("weed", extra="dev-servers").parent)
-    names = ("s3", "s3.grpc", "master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc")
+    names = SeaweedServer.port_names
     ports = dict(zip(names, free_ports(len(names)), strict=True))
     flags = [f"-{name.replace('.grpc', '')}.port{'.grpc' * name.endswith('.grpc')}={n}" for name, n in ports.items()]
     sockets = [f"-{name}.localSocket={folder}/{name}.sock" for name in ("filer", "s3")]
@@ -149,12 +152,13 @@ def test_the_daemon_works_over_a_bucket(repository: Path, folder: Path) -> None:
         "-s3.port.iceberg=0": " ".join(["-s3.port.iceberg=0", *flags, *sockets, *small]),
     }  # fmt: skip
     master = {"127.0.0.1:9333": f"127.0.0.1:{ports['master']}.{ports['master.grpc']}", "/tmp": str(folder)}
-    with running(in_shell(services["s3"], **changes), folder, binaries):
+    with running(in_shell(services["s3"], **changes), folder, binaries, litter(ports)):
         environ = os.environ | {"PATH": f"{binaries}:{os.environ['PATH']}"}
         # `timeout` also ends the programs that the shell starts.
         command = ["timeout", "60", *in_shell(services["s3-bucket"], **master)]
         subprocess.run(command, env=environ, check=True, capture_output=True, timeout=300)
         assert pages_are_stored_and_loaded(repository, folder, "s3", **{":8333": f":{ports['s3']}"})
+    assert [path for port in ports.values() for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock")] == []
 
 
 def test_the_daemon_works_in_a_mooncake_store(repository: Path, folder: Path) -> None:

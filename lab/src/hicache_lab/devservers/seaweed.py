@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import secrets
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,6 +26,11 @@ _CLIENT_TIMEOUT_S = 20.0
 _VOLUME_MB, _VOLUMES = 128, 160
 # The object that the probe writes.
 _PROBE_KEY = "hicache-dev-probe"
+
+
+def litter(ports: Mapping[str, int]) -> list[Path]:
+    """Return the sockets, named by port, that the program always creates in the system's temporary directory."""
+    return [Path(f"/tmp/seaweedfs-{name.replace('.', '-')}-{port}.sock") for name, port in ports.items()]
 
 
 class SeaweedServer(DevServer):
@@ -60,9 +66,7 @@ class SeaweedServer(DevServer):
         logs.mkdir(exist_ok=True)
         ports = [f"-{self._flag(name)}={port}" for name, port in self.ports.items()]
         sockets = [f"-{part}.localSocket={self.directory / part}.sock" for part in ("filer", "s3")]
-        # Sockets named by port, which the program always creates in the system's temporary directory.
-        names = [f"{name.replace('.', '-')}-{port}" for name, port in self.ports.items()]
-        self.litter = [Path(f"/tmp/seaweedfs-{name}.sock") for name in names]
+        self.litter = litter(self.ports)
         arguments = [
             str(binary), f"-logdir={logs}", "server", f"-dir={self.data}", f"-ip={LOOPBACK}", f"-ip.bind={LOOPBACK}",
             "-s3", f"-s3.config={accounts}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false",
