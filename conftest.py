@@ -10,10 +10,12 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
+import shutil
 import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +55,14 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow],
 )
 settings.load_profile("hicache")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Give torch's compiler a directory that is removed at the end: an import of it, also of a test's module or of a
+    process under test, creates one in the temporary directory."""
+    folder = tempfile.mkdtemp(prefix="hc-")
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
