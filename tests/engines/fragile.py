@@ -7,12 +7,15 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from multiprocessing import shared_memory
+from pathlib import Path
 from typing import Any
 
 from .process import serve
 
 
 def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
+    for path in options.get("leaves", ()):
+        Path(path).touch()
     if "error" in options:
         raise ValueError(options["error"])
     left = shared_memory.SharedMemory(create=True, size=4096)

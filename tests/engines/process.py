@@ -6,11 +6,14 @@
 The process runs a module that calls `serve` with its steps. Calls and answers are lines of JSON over a socket. The
 engine's output goes to a log, and a failure shows the end of the log. One start serves many calls. A step that raises
 fails its call; an engine that dies or hangs fails its call and all later ones. When the process ends, all processes of
-its session are killed, and their files in /dev/shm and in their temporary directory are removed.
+its session are killed, and their files in /dev/shm and in their temporary directory are removed, also those of an
+engine that died before.
 """
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import itertools
 import json
 import os
@@ -106,6 +109,7 @@ class ProcessTree:
         self._process.wait()
         for path in self._shared:
             path.unlink(missing_ok=True)
+        _remove_files_of_dead_schedulers()
         self._temporary.cleanup()
 
     def tail(self) -> str:
@@ -235,6 +239,18 @@ def shared_memory_of(pid: int) -> set[Path]:
         return set()
     inodes = {int(line.split()[4]) for line in maps.splitlines() if " /dev/shm/" in line}
     return {Path(entry.path) for entry in os.scandir("/dev/shm") if entry.inode() in inodes}
+
+
+def _remove_files_of_dead_schedulers() -> None:
+    """Remove the files of SGLang's schedulers in /dev/shm that no process has open. A scheduler has its file open from
+    the creation on. If its start fails, it leaves the file, and ends before a test could see which files it has."""
+    left = set(glob.glob("/dev/shm/sglang_loads_*"))
+    for descriptor in glob.iglob("/proc/[0-9]*/fd/*") if left else ():
+        with contextlib.suppress(OSError):  # it was closed
+            left.discard(os.readlink(descriptor))
+    for path in left:
+        with contextlib.suppress(FileNotFoundError, PermissionError):  # of another test that ends, of another user
+            os.unlink(path)
 
 
 def _send(pid: int, number: signal.Signals) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +34,17 @@ def test_a_step_that_fails_fails_its_call_with_the_reason_and_leaves_nothing(
 def test_an_engine_that_does_not_start_reports_the_reason(tmp_path: Path) -> None:
     with pytest.raises(EngineFailed, match=r"(?s)did not start.*ValueError: no such model"):
         EngineProcess(MODULE, {"error": "no such model"}, folder=tmp_path)
+
+
+def test_the_file_of_a_scheduler_that_does_not_start_is_removed_and_that_of_another_engine_is_not(
+    tmp_path: Path,
+) -> None:
+    dead, alive = (Path(f"/dev/shm/sglang_loads_test-{os.getpid()}-{name}.shm") for name in ("dead", "alive"))
+    try:
+        with alive.open("wb"):
+            with pytest.raises(EngineFailed):
+                EngineProcess(MODULE, {"error": "no such model", "leaves": [str(dead)]}, folder=tmp_path)
+            assert (dead.exists(), alive.exists()) == (False, True)
+    finally:
+        for path in (dead, alive):
+            path.unlink(missing_ok=True)
