@@ -51,9 +51,10 @@ def project(tmp_path: Path, repository: Path) -> Path:
     return tmp_path
 
 
-def run(project: Path) -> tuple[int, str]:
-    """Return the status and the output of `.ci/run`."""
-    environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # importing them takes most of the time
+def run(project: Path, **extra: str) -> tuple[int, str]:
+    """Return the status and the output of `.ci/run` with `extra` variables."""
+    # Importing plugins would take most of the time.
+    environ = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", **extra}
     ended = subprocess.run(
         ["bash", ".ci/run"], cwd=project, env=environ, capture_output=True, text=True, check=False
     )
@@ -64,6 +65,15 @@ def test_a_run_without_a_failure_passes_and_repeats_nothing(project: Path) -> No
     status, printed = run(project)
     assert status == 0 and "make test passed: " in printed and "make test-engines passed: " in printed
     assert "alone" not in printed
+
+
+def test_files_that_tests_leave_are_named(project: Path) -> None:
+    path = project / "hicache-left"
+    (project / "tests" / "test_leaves.py").write_text(f"def test_leaves() -> None:\n    open({str(path)!r}, 'w')\n")
+    (project / "hc-old").touch()
+    status, printed = run(project, TMPDIR=str(project))
+    left = printed.partition("left behind, by these tests or by others")[2].splitlines()
+    assert status == 0 and str(path) in left and str(project / "hc-old") not in left
 
 
 def test_a_test_that_fails_once_passes_and_is_named_last(project: Path) -> None:
