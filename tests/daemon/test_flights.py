@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
-from hicache.clock import SYSTEM_CLOCK
+from hicache.clock import SYSTEM_CLOCK, ManualClock
 from hicache.daemon.flights import Flights, Waiter
 from tests.waiting import WAIT_S, wait_for
 
@@ -28,7 +29,7 @@ def test_a_call_does_not_end_while_another_call_copies_into_its_buffers() -> Non
     buffer = memoryview(bytearray(8))
     waiter = Waiter[None]([buffer], SYSTEM_CLOCK)
     waiter._state = state = Watched()
-    ending = threading.Thread(target=waiter.end)
+    ending = threading.Thread(target=waiter.end, daemon=True)
     with waiter.copying() as targets:
         assert targets is not None and targets[0] is buffer
         ending.start()
@@ -47,6 +48,31 @@ def test_after_its_end_a_call_gets_neither_copies_nor_answers() -> None:
         assert targets is None
     assert not waiter.give(3, 8)
     assert waiter.end() == []
+
+
+class Noting(ManualClock):
+    """A clock that does not wait, and notes whether a waiting thread would have gone on at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.goes_on: list[bool] = []
+
+    def wait_for(self, condition: threading.Condition, predicate: Callable[[], bool], deadline: float) -> bool:
+        self.goes_on.append(predicate())
+        return self.goes_on[-1]
+
+
+def test_a_call_gets_each_answer_without_waiting_for_the_others() -> None:
+    clock = Noting()
+    waiter = Waiter[int]((), clock)
+    waiter.expect()
+    waiter.expect()
+    assert waiter.wait(clock() + 1) == []
+    waiter.give(0, 7)
+    assert waiter.wait(clock() + 1) == [(0, 7)]
+    waiter.give(1, 8)
+    assert [waiter.wait(clock() + 1) for _ in range(2)] == [[(1, 8)], []]
+    assert clock.goes_on == [False, True, True, True]
 
 
 def test_the_end_of_a_detached_flight_does_not_end_the_flight_that_replaced_it() -> None:

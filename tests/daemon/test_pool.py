@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hicache.backends.base import Usage
 from hicache.backends.testing import make_keys
 from hicache.daemon.hot import EPOCH_BATCHES
 from hicache.daemon.pool import PagePool, PooledPage, PoolSpace
@@ -128,6 +129,17 @@ def test_the_least_recently_used_chain_is_evicted_first_and_its_tail_before_its_
     assert (present(pool, one, old), present(pool, other, new)) == (old[:2], new[:1])
 
 
+@pytest.mark.parametrize("verb", ["use", "hit"])
+def test_a_used_page_is_evicted_after_pages_that_were_not_used_since(verb: str) -> None:
+    pool = pool_of(2)
+    space, keys = pool.open(ONE, PAYLOAD), make_keys(2)
+    for key in keys:
+        put(pool, space, [key])
+    getattr(pool, verb)(space, keys[:1])
+    put(pool, space, make_keys(1, "new"))
+    assert present(pool, space, keys) == keys[:1]
+
+
 def test_a_batch_does_not_evict_itself() -> None:
     pool = pool_of(3)
     space, keys = pool.open(ONE, PAYLOAD), make_keys(6)
@@ -175,7 +187,7 @@ def test_an_oldest_page_that_stays_does_not_stop_the_eviction_of_the_next_one(ho
         held = pool.hold(space, keys[:1])
     assert put(pool, space, [new]) == 1
     assert present(pool, space, [*keys, new]) == [keys[0], *keys[2:], new]
-    assert pool.statistics().evicted == 1
+    assert (pool.statistics().admitted, pool.statistics().evicted) == (5, 1)
     pool.release(space, [page for page in held if page is not None])
 
 
@@ -204,6 +216,32 @@ def test_a_namespace_over_its_quota_evicts_its_own_pages() -> None:
     assert put(pool, one, make_keys(5, "more")) == 5
 
 
+def test_room_and_capacity_of_a_namespace_are_those_of_the_pool_or_of_its_quota() -> None:
+    pool = pool_of(8)
+    one, other = pool.open(ONE, PAYLOAD), pool.open(OTHER, PAYLOAD)
+    put(pool, other, make_keys(3))
+    assert (pool.room(one), pool.usage(one, 1000)) == (5, Usage(0, 0, 8 * 2 * UNIT))
+    pool.set_quota(one, 3 * 2 * UNIT)
+    put(pool, one, make_keys(1))
+    assert (pool.room(one), pool.usage(one, 1000)) == (2, Usage(1, 1000, 3 * 2 * UNIT))
+    pool.set_quota(one, 100 * 2 * UNIT)
+    assert (pool.room(one), pool.usage(one, 1000)) == (4, Usage(1, 1000, 8 * 2 * UNIT))
+    pool.set_quota(one, UNIT)
+    assert pool.room(one) == 0
+
+
+def test_the_number_of_pages_remembered_as_requested_once_is_limited() -> None:
+    pool = pool_of(1)
+    space = pool.open(ONE, PAYLOAD)
+    put(pool, space, make_keys(1, "old"))
+    requested = [number.to_bytes(32, "big") for number in range((1 << 16) + 2)]
+    for key in requested:
+        assert pool.reserve(space, key, since=0, deletions=0) is None
+    assert len(pool._asked) == 1 << 16
+    entered = [put(pool, space, [key], twice=False) for key in (requested[1], requested[3])]
+    assert entered == [0, 1], "the oldest are forgotten"
+
+
 def test_a_held_page_keeps_its_bytes_until_it_is_released() -> None:
     pool = pool_of(2)
     space, keys = pool.open(ONE, PAYLOAD), make_keys(2)
@@ -229,6 +267,7 @@ def test_a_page_requested_before_a_deletion_is_not_added_after_it(when: str) -> 
     assert (page is None) is (when == "before")
     if page is None:
         return
+    pool.check()
     fill(page)
     if when == "between":
         with pool.deleting(space, [other]):
@@ -276,12 +315,15 @@ def test_two_concurrent_reads_of_a_page_leave_one_copy() -> None:
     pool.use(space, [key])
     pool.check()
     assert (published, pool.statistics().pages, pool.space_bytes(space)) == ([True, False], 1, 2 * UNIT)
+    assert pool.reserve(space, key, since=pool.now(), deletions=0) is None, "it is in the pool already"
 
 
+@pytest.mark.parametrize("quota_bytes", [None, 100 * UNIT])
 @pytest.mark.parametrize("units", [0, 1])
-def test_a_page_larger_than_the_pool_evicts_nothing(units: int) -> None:
+def test_a_page_larger_than_the_pool_evicts_nothing(units: int, quota_bytes: int | None) -> None:
     pool = PagePool(units * UNIT, unit_bytes=UNIT)
     small, large = pool.open(ONE, 1), pool.open(OTHER, PAYLOAD)
+    pool.set_quota(large, quota_bytes)
     keys = make_keys(1)
     assert put(pool, small, keys) == units
     assert put(pool, large, keys) == 0

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from hicache.errors import InvalidInput
 from hicache.frame import HEADER_BYTES, Damage, FrameCodec, FrameHeader, PageView, TagKind, frame_bytes, unseal
-from hicache.frame.header import MAGIC
+from hicache.frame.header import MAGIC, VERSION_AND_KIND
 
 NAMESPACE = b"n" * 32
 KEY = b"k" * 32
@@ -104,6 +104,18 @@ def test_an_interrupted_seal_leaves_an_unsealed_page(keys: list[bytes], was_seal
         codec.seal_buffers(KEY, page)
         assert codec.check(KEY, frame) is None
         codec.seal(b"x" * 32, frame)
+
+
+def test_a_codec_reads_the_claim_of_a_page_that_it_could_verify(codec: FrameCodec) -> None:
+    frame = sealed(codec, parent=b"p" * 32)
+    assert codec.claim_of(frame) == (KEY, b"p" * 32)
+    assert codec.claim_of(sealed(codec)) == (KEY, None)
+    assert FrameCodec(b"o" * 32, PAYLOAD).claim_of(frame) is None
+    assert codec.claim_of(sealed(FrameCodec(NAMESPACE, PAYLOAD, tag=TagKind.NONE))) is None
+    for offset in (0, VERSION_AND_KIND.start):
+        other = memoryview(bytearray(frame))
+        other[offset] ^= 1
+        assert codec.claim_of(other) is None
 
 
 def test_a_header_can_be_parsed_without_verifying_it(codec: FrameCodec) -> None:

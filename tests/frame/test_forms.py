@@ -24,6 +24,7 @@ from hicache.frame import (
     Encoding,
     FrameCodec,
     FrameHeader,
+    PageView,
     TagKind,
     TagStream,
     frame_bytes,
@@ -47,6 +48,12 @@ def read(codec: FrameCodec, stored: bytes | memoryview) -> bytes:
     frame = arrived(codec, stored)
     assert codec.accept(KEY, frame, len(stored)) is None
     return bytes(payload_in(codec, frame))
+
+
+def in_parts(codec: FrameCodec, frame: memoryview) -> PageView:
+    """Return a page in `frame` with its payload in two parts."""
+    payload = payload_in(codec, frame)
+    return PageView(frame[:HEADER_BYTES], [payload[:1000], payload[1000:]])
 
 
 def accept(codec: FrameCodec, stored: bytes | bytearray | memoryview, key: bytes = KEY) -> Damage | None:
@@ -200,8 +207,8 @@ def test_a_buffer_is_reused_only_when_no_part_of_it_is_held() -> None:
 
 def test_bytes_fill_several_buffers_and_the_rest_stays_free() -> None:
     first, second, last = (memoryview(bytearray(size)) for size in (3, 4, 2))
-    rest = fill([first, second, last], b"abcde")
-    assert (bytes(first), bytes(second)) == (b"abc", b"de\0\0") and [len(one) for one in rest] == [2, 2]
+    rest = fill([first, second, last], b"abcd")
+    assert (bytes(first), bytes(second)) == (b"abc", b"d\0\0\0") and [len(one) for one in rest] == [3, 2]
 
 
 def test_buffers_beyond_the_limit_of_the_pool_are_freed() -> None:
@@ -246,11 +253,14 @@ def test_a_page_with_missing_or_extra_blocks_is_refused(name: str) -> None:
     stored = stored_page(codec)
     for length in range(FRAME_ALIGN, codec.frame_bytes + 1, FRAME_ALIGN):
         if length != len(stored):
-            assert accept(codec, stored.ljust(length, b"\0")[:length]) is Damage.SIZE
+            other = stored.ljust(length, b"\0")[:length]
+            assert accept(codec, other) is codec.check(KEY, memoryview(other)) is Damage.SIZE
     for length in (0, 1, HEADER_BYTES, FRAME_ALIGN - 1, FRAME_ALIGN + 1, codec.frame_bytes + FRAME_ALIGN):
         assert not codec.fits(length)
         frame = memoryview(bytearray(codec.frame_bytes))
         assert codec.accept(KEY, frame, length) is Damage.SIZE
+        assert codec.check(KEY, memoryview(stored.ljust(length, b"\0")[:length])) is Damage.SIZE
+        assert codec.accept(KEY, in_parts(codec, frame), length) is Damage.SIZE
 
 
 @MODES
@@ -470,3 +480,22 @@ def test_without_zstd_compressed_pages_are_unsupported_and_compression_refused()
     assert (ended.returncode, ended.stderr) == (0, b"")
     assert b"pip install -e '.[compression]'" in ended.stdout
     assert not any(damage.is_unsupported for damage in Damage if damage is not Damage.NO_ZSTD)
+
+
+@MODES
+@pytest.mark.parametrize("payload", [SMOOTH, NOISE], ids=["smooth", "noise"])
+def test_a_page_in_parts_is_stored_and_read_as_one_in_a_frame(name: str, payload: bytes) -> None:
+    codec = CODECS[name]
+    written = in_parts(codec, filled(codec, payload))
+    stored = b"".join(codec.seal_buffers(KEY, written, parent=b"p" * 32))
+    assert codec.check(KEY, memoryview(stored)) is None and read(codec, stored) == payload
+    assert len(stored) == len(stored_page(codec, payload))
+    target = arrived(codec, stored)
+    assert codec.accept(KEY, in_parts(codec, target), len(stored)) is None
+    assert payload_in(codec, target) == payload
+    frame = memoryview(bytearray(b"\xff" * codec.frame_bytes))
+    codec.gather(written, frame)
+    assert payload_in(codec, frame) == payload and not any(frame[HEADER_BYTES + PAYLOAD :]), "old bytes in the padding"
+    damaged = arrived(codec, stored)
+    damaged[len(stored) // 2] ^= 1
+    assert codec.accept(KEY, in_parts(codec, damaged), len(stored)) is Damage.TAG
