@@ -41,7 +41,8 @@ from hicache_lab.engine.model import TILE
 from ._table import Row, print_table, reduced
 
 PAGE_SIZE = 16
-PROMPT_TOKENS = 513  # 32 whole pages, and one token that is always computed
+# 32 whole pages (4 with the smallest sizes), and one token that is always computed.
+PROMPT_TOKENS = reduced(513, 65)
 PROMPTS = reduced(64, 4)
 WARM_UP_PROMPTS = 4  # computed first, as serving engines do; from them the cache measures the speed of prefill
 DRAIN_S = 60.0
