@@ -481,7 +481,8 @@ def test_without_a_store_a_damaged_page_is_an_error() -> None:
 # Removals
 
 
-def test_a_read_in_flight_does_not_restore_a_deleted_page(threads: ThreadPoolExecutor) -> None:
+@pytest.mark.parametrize("verb", ["delete", "clear"])
+def test_a_read_in_flight_does_not_restore_a_deleted_page(threads: ThreadPoolExecutor, verb: str) -> None:
     inner = Gated()
     store, keys = shared(inner), make_keys(2)
     store_chain(inner.subject, keys)
@@ -494,10 +495,13 @@ def test_a_read_in_flight_does_not_restore_a_deleted_page(threads: ThreadPoolExe
     inner.after_read = wait
     reading = threads.submit(load, doorless(store), keys)
     wait_for(has_read.is_set)
-    assert delete(doorless(store), keys) == 2
+    removed = delete(doorless(store), keys) if verb == "delete" else store.clear(deadline=soon())
+    assert removed == 2
     inner.after_read = lambda: None
-    assert load(doorless(store), keys) == [MISS] * 2, "a call waited for a read that began before the deletion"
+    later = threads.submit(load, doorless(store), keys)
+    wait_for(lambda: later.done() or waiting_pages(store) > 0)
     may_return.set()
+    assert later.result(30.0) == [MISS] * 2, "a call waited for a read that began before the deletion"
     reading.result(30.0)
     assert (exists(doorless(store), keys), load(doorless(store), keys)) == (0, [MISS] * 2)
 
