@@ -118,6 +118,32 @@ def test_a_store_chains_its_keys_from_the_store_above() -> None:
     check_tree(t)
 
 
+def test_the_keys_of_a_chain_become_those_of_its_node() -> None:
+    t = tree()
+    key = RadixKey.of([1, 2, 3, 4, 5, 6], extra_key="adapter")
+    above = t.insert(key.head(4), ids(1, 2)).node
+    below = t.insert(key, ids(1, 2, 3)).node
+    chain = t.run_keys(below)
+    assert isinstance(chain, PageChain)
+    keys = page_keys(key.tokens, 2, key.seed)
+    assert (t.page_keys(below), t.page_keys(above), chain.keys()) == (keys[2:], keys[:2], keys[2:])
+
+
+@pytest.mark.parametrize(("loading", "waits"), [("none", False), ("above", False), ("below", True), ("last", True)])
+def test_an_insert_waits_only_for_loads_of_runs_that_it_would_find(loading: str, waits: bool) -> None:
+    t = tree()
+    key = RadixKey.of([1, 2, 3, 4, 5, 6])
+    above = t.insert(key.head(2), ids(1)).node
+    below = t.insert(key.head(4), ids(1, 2)).node
+    last = t.insert(key, ids(1, 2, 3)).node
+    for name, node in (("above", above), ("below", below), ("last", last)):
+        node.load_pending = name == loading
+    assert t.awaits_load(key, above, 1) is waits
+    assert t.awaits_load(key.head(4), above, 1) is (loading == "below")
+    assert not t.awaits_load(RadixKey.of([1, 2, 9, 9]), above, 1)
+    assert t.awaits_load(key, t.roots()[0], 0) is (loading != "none")
+
+
 def test_a_run_that_is_split_while_it_is_stored_keeps_its_keys_in_both_parts() -> None:
     t = tree()
     key = RadixKey.of([1, 2, 3, 4, 5, 6])
