@@ -8,7 +8,7 @@ import pytest
 from hicache.errors import InvalidInput, InvariantError
 from hicache.keys import PageChain, RadixKey, page_keys
 from hicache.policies import POLICIES
-from hicache.radix import Node, RadixTree, UseHistory, check_tree, pretty_print
+from hicache.radix import EvictionChoice, Node, RadixTree, UseHistory, check_tree, pretty_print
 from hicache.radix.check import PRETTY_NODES_MAX
 from hicache.types import PageIds
 
@@ -34,6 +34,26 @@ def test_lookups_of_unknown_salts_add_no_roots() -> None:
     for i in range(50):
         t.match(RadixKey.of([1, 2], cache_salt=f"tenant {i}"))
     assert t.roots() == []
+
+
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_a_run_grows_unless_its_backup_is_in_flight(in_flight: bool) -> None:
+    t = tree()
+    key = RadixKey.of([1, 2, 3, 4])
+    node = t.insert(key.head(2), ids(1)).node
+    t.lock(node)
+    node.backup_pending = in_flight
+    t.insert(key, ids(2), below=node, start_page=1)
+    assert t.pages(node) == (1 if in_flight else 2)
+
+
+def test_an_eviction_counts_the_pages_that_are_lost_and_those_that_are_written_back() -> None:
+    t = tree()
+    for first, page in ((1, 1), (2, 2), (3, 3)):
+        t.insert(RadixKey.of([first, first]), ids(page))
+    choices = iter([EvictionChoice.LOSE, EvictionChoice.WRITING_BACK, EvictionChoice.DROP])
+    found = t.evict_device(3, lambda node: next(choices))
+    assert (found.pages.tolist(), found.writeback_pages, found.lost_pages) == ([3, 1], 1, 1)
 
 
 def test_an_insert_with_the_wrong_number_of_pages_changes_nothing() -> None:
