@@ -10,11 +10,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from hicache.backends.base import Direction, GetOutcome, SetOutcome, Usage
+from hicache.backends.errors import ErrorKind
 from hicache.backends.faults import Faults
 from hicache.backends.guard import Override
 from hicache.backends.guard.calls import Refusal
 from hicache.backends.memory import MemoryDriver
-from hicache.backends.pages import PageReads
+from hicache.backends.pages import PageReads, PageWrites
 from hicache.backends.store import Store
 from hicache.backends.testing import HIT, MISS, STORED, empty_frames, full_frames, make_keys, soon
 from hicache.clock import SYSTEM_CLOCK
@@ -306,6 +307,26 @@ def test_probes_of_a_full_store_are_good(faulty: Faults, clock: PassingClock) ->
     assert not guard.may_pass(WRITE)
     faulty.fail(False)
     until_passing(guard, WRITE, clock)
+
+
+def test_a_probe_whose_page_belongs_to_a_dead_node_is_good_because_the_others_may_work(clock: PassingClock) -> None:
+    class OneNodeDown(Troubled):
+        kind = "down"
+
+        def write(self, pages: PageWrites) -> None:
+            for position in range(len(pages.keys)):
+                pages.fail(position, self.kind)
+
+    store = OneNodeDown()
+    guard = guard_of(store, clock=clock)
+    for _ in range(3):
+        put(guard)
+    assert not guard.may_pass(WRITE)
+    probe(guard, WRITE, clock)
+    assert not guard.may_pass(WRITE), "the control"
+    store.kind = ErrorKind.NODE_DOWN
+    probe(guard, WRITE, clock)
+    assert guard.may_pass(WRITE)
 
 
 def test_a_later_probe_removes_the_leftover_pages_of_earlier_probes(clock: PassingClock) -> None:
