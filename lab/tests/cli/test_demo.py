@@ -32,14 +32,17 @@ def hits(output: str, tier: str) -> int:
     return int(found[1].replace(",", ""))
 
 
+@pytest.mark.servers
 @demo_timeout
-def test_the_demo_hits_every_tier_with_equal_tokens_and_a_second_demo_on_zeroed_pages_reports_them(
-    repository: Path, tmp_path: Path
+def test_a_demo_on_two_levels_hits_every_tier_with_equal_tokens_and_one_on_zeroed_pages_reports_them(
+    repository: Path, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second demo starts with hits. It is the control of the comparison: its KV passes every check, and is wrong.
+    """The first demo starts and ends a real server; lab/tests/engine/test_shared_storage.py has engines on the others.
+    The second demo starts with hits. It is the control of the comparison: its KV passes every check, and is wrong.
     """
-    pages = f"storage.options.path={tmp_path / 'pages'}"
-    process = start(repository, *DEMO, "--verify", "--metrics-port", "0", "--set", pages)
+    monkeypatch.setenv("TMPDIR", str(scratch))
+    monkeypatch.chdir(tmp_path)
+    process = start(repository, *DEMO, "--verify", "--metrics-port", "0", "--storage", "file+s3")
     assert process.stdout is not None
     address = process.stdout.readline().split()[1]
     with urllib.request.urlopen(address, timeout=60) as response:
@@ -48,7 +51,8 @@ def test_the_demo_hits_every_tier_with_equal_tokens_and_a_second_demo_on_zeroed_
     code, output = finish(process, DEMO_TIMEOUT_S)
     assert code == 0, output
     assert output.rstrip().endswith("identical with and without the cache, and after the restart")
-    assert "Warning" not in output
+    assert "Warning" not in output and "no prefix came from storage" not in output
+    assert list(scratch.iterdir()) == []
     gained = output.splitlines()[-2]
     assert re.match(r"gained: [1-9][0-9,]* of [0-9,]+ prompt tokens .* were not computed: [1-9][0-9,]* from L1", gained)
     for source in (r"none \(a miss\)", "L1 device", "L2 host", "L3 storage", "L3, restarted"):
@@ -56,7 +60,8 @@ def test_the_demo_hits_every_tier_with_equal_tokens_and_a_second_demo_on_zeroed_
     for tier in ("L1 device", "L2 host", "L3 storage"):
         assert hits(output, tier) > 0, output
     first = hits(output, "L3 storage")
-    zeroing = ("--set", "storage.type=tests.cli.zeroing:ZeroingDriver", "--set", pages)
+    pages = tmp_path / "demo-data/pages"  # the upper level
+    zeroing = ("--set", "storage.type=tests.cli.zeroing:ZeroingDriver", "--set", f"storage.options.path={pages}")
     code, output = hicache(repository, *DEMO, *zeroing, "--json", timeout_s=DEMO_TIMEOUT_S)
     assert code == 1, output
     figures = json.loads(output[output.index("\n{") : output.rindex("\n}") + 2])

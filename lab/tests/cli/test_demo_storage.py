@@ -1,4 +1,4 @@
-"""`hicache demo --storage`: a demo starts and ends real servers, and has equal tokens on all of them."""
+"""`hicache demo --storage`: the servers and the configuration of a demo. test_demo.py has a whole one."""
 
 from __future__ import annotations
 
@@ -11,25 +11,10 @@ import yaml
 from hicache.config import load_config
 from hicache.errors import ConfigError
 from hicache_lab.cli.demo import DEMO_CONFIG, demo_storage
-from tests.cli.processes import DEMO_TIMEOUT_S, demo_timeout, finish, hicache, start
+from tests.cli.processes import finish, start
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.servers, pytest.mark.long]
-
-
-@demo_timeout
-def test_a_demo_on_a_real_server_has_equal_tokens_and_leaves_nothing(
-    repository: Path, tmp_path: Path, scratch: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """On two levels. lab/tests/engine/test_shared_storage.py has engines on the other servers."""
-    monkeypatch.setenv("TMPDIR", str(scratch))
-    monkeypatch.chdir(tmp_path)
-    command = ("demo", "--max-new-tokens", "2", "--storage", "file+s3")
-    code, output = hicache(repository, *command, timeout_s=DEMO_TIMEOUT_S)
-    assert code == 0, output
-    assert output.rstrip().endswith("identical with and without the cache, and after the restart")
-    assert "no prefix came from storage" not in output
-    assert list(scratch.iterdir()) == []
 
 
 def test_a_terminated_demo_ends_its_server(
