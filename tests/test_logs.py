@@ -17,7 +17,6 @@ import pytest
 
 from hicache import HiCacheConfig, KVGeometry, Namespace
 from hicache.backends.base import Direction
-from hicache.backends.faults import Faults
 from hicache.backends.file import FileDriver
 from hicache.backends.guard import Override
 from hicache.backends.guard.admission import BreakerChange
@@ -38,6 +37,7 @@ from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 from hicache.logs import LimitedLog, request_id, set_up_logging
 from hicache.supervised import SupervisedPool
+from hicache_lab.faults import FaultyDriver
 from hicache_lab.log_page import LogCall, entries, log_calls, page
 from tests.tuned import tuned
 from tests.waiting import wait_for
@@ -56,10 +56,10 @@ def clock() -> ManualClock:
     return ManualClock()
 
 
-def make_guard(clock: ManualClock) -> tuple[Store, Faults]:
-    faults, codec = Faults(clock=clock), FrameCodec(NAMESPACE, PAYLOAD_BYTES)
+def make_guard(clock: ManualClock) -> tuple[Store, FaultyDriver]:
+    faults, codec = FaultyDriver(MemoryDriver(), clock=clock), FrameCodec(NAMESPACE, PAYLOAD_BYTES)
     options = tuned(GuardConfig, failures=2, backoff_min=10.0, backoff_max=10.0, retry_share=0.0)
-    return Store(MemoryDriver(), codec, options, name="disk", faults=faults, clock=clock), faults
+    return Store(faults, codec, options, name="disk", clock=clock), faults
 
 
 def test_a_line_says_when_where_and_what(lines: io.StringIO) -> None:

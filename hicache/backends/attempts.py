@@ -2,7 +2,7 @@
 
 Each function calls the driver once and returns its answer and the kinds of its errors; the caller counts them, judges
 them and may try again. Pages are verified, and damaged and expired ones removed here (see `pages`), exceptions of the
-driver end here, and injected faults begin here.
+driver end here.
 
 Locking design: immutable except for `_raised` and `_last_incidents`, a set and a reference, which any thread changes.
 """
@@ -35,7 +35,6 @@ from .driver import (
     Touches,
 )
 from .errors import RAISED, ErrorKind, StoreError
-from .faults import INJECTED, Faults
 from .limit import CapacityLimit
 from .pages import FOREVER, SETTLE_S, Damaged, PageReads, PageWrites
 from .retention import Retention
@@ -52,8 +51,8 @@ class Attempts:
     damaged pages by reason."""
 
     def __init__(
-        self, driver: Driver[Any], codec: FrameCodec, name: str, calls: Calls, limit: CapacityLimit | None,
-        faults: Faults | None, *, retention: Retention | None = None, clock: Clock,
+        self, driver: Driver[Any], codec: FrameCodec, name: str, calls: Calls, *, limit: CapacityLimit | None,
+        retention: Retention | None, clock: Clock,
     ) -> None:  # fmt: skip
         self.driver = driver
         self.limit = limit
@@ -62,7 +61,6 @@ class Attempts:
         self._namespace = codec.namespace
         self._name = name
         self._calls = calls
-        self._faults = faults
         self._clock = clock
         self._damage_log = LimitedLog(logger, clock=clock)
         self._raised: set[str] = set()  # classes of exceptions already logged
@@ -90,11 +88,6 @@ class Attempts:
             logger.error("storage %s: unexpected %s; further ones are only counted", self._name, name, exc_info=error)
         return f"{RAISED}{name}"
 
-    def _reach(self, pages: int, deadline: float) -> None:
-        """Wait for the injected delay of a call of that many pages. Raises StoreError for an injected failure."""
-        if self._faults is not None:
-            self._faults.reach(pages * self._codec.frame_bytes, deadline)
-
     # Lookups and removals
 
     def _answers(
@@ -106,7 +99,6 @@ class Attempts:
         errors: list[str] = []
 
         def take() -> None:
-            self._reach(0, deadline)
             for answer in ask():
                 if answer is True:
                     found.append(True)
@@ -137,7 +129,6 @@ class Attempts:
 
         def ask() -> None:
             nonlocal pages, kinds
-            self._reach(0, deadline)
             pages, kinds = finds.find_prefix(self._namespace, keys, deadline)
 
         kind = self.failure(ask)
@@ -159,7 +150,6 @@ class Attempts:
         touches = self._touches
 
         def touch() -> None:
-            self._reach(0, deadline)
             for key, answer in zip(keys, touches.touch(self._namespace, keys, deadline), strict=True):
                 if answer is False:
                     missing.append(key)
@@ -172,11 +162,7 @@ class Attempts:
     def remove(self, keys: Sequence[bytes], deadline: float) -> tuple[int, list[str]]:
         """Remove pages; return how many were stored. REQUIRES: no key occurs twice."""
 
-        def remove() -> tuple[int, Sequence[str]]:
-            self._reach(0, deadline)
-            return self.driver.remove(self._namespace, keys, deadline)
-
-        return self._removed(remove)
+        return self._removed(lambda: self.driver.remove(self._namespace, keys, deadline))
 
     def clear(self, deadline: float) -> tuple[int, list[str]]:
         """Remove all pages of the namespace; return how many were stored."""
@@ -190,7 +176,6 @@ class Attempts:
 
     def _clear(self, deadline: float) -> tuple[int, Sequence[str]]:
         driver, removed, errors = self.driver, 0, list[str]()
-        self._reach(0, deadline)
         if isinstance(driver, Clears):
             return driver.clear(self._namespace, deadline)
         remove = driver.remove_listed if isinstance(driver, RemovesListed) else driver.remove
@@ -234,12 +219,7 @@ class Attempts:
         reads: PageReads[Any] = PageReads(self._codec, keys, pages, deadline, self._clock)
         reads.valid_s = self.valid_s
 
-        def read() -> None:
-            self._reach(len(keys), deadline)
-            self.driver.read(reads)
-
-        kind = self.failure(read)
-        outcomes = reads.finish(kind)
+        outcomes = reads.finish(self.failure(lambda: self.driver.read(reads)))
         if reads.damaged:
             self._calls.count(corrupt=reads.corrupt)
             reads.errors += self._remove_damaged(reads.damaged, deadline)
@@ -247,11 +227,6 @@ class Attempts:
             removed, errors = self._remove_found(reads.expired, deadline)
             self._retention.note_removed(removed)
             reads.errors += errors
-        if self._faults is not None:
-            damaged = self._faults.damage(self._codec, keys, pages, outcomes)
-            if damaged:
-                self._calls.count(corrupt=[INJECTED] * len(damaged))
-                reads.errors += self.remove(list(dict.fromkeys(damaged)), deadline)[1]
         return outcomes, reads.errors
 
     def _remove_found(self, unwanted: Sequence[Damaged[Any]], deadline: float) -> tuple[int, list[str]]:
@@ -277,9 +252,6 @@ class Attempts:
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> tuple[list[SetOutcome], list[str]]:
         """Seal and store pages, within the limit."""
-        kind = self.failure(lambda: self._reach(len(keys), deadline))
-        if kind:
-            return [SetOutcome.ERROR] * len(keys), [kind] * len(keys)
         if self.limit is None:
             return self._put(keys, pages, parent, deadline)
         return self.limit.write(keys, pages, parent, deadline, put=self._put, prefix=self.prefix)

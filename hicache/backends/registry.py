@@ -29,7 +29,6 @@ from ..errors import ConfigError, InvalidInput
 from ..frame import FrameCodec
 from ..units import parse_size
 from .driver import Driver, Inspects
-from .faults import Faults
 from .limit import CapacityLimit
 from .retention import Retention
 from .storage import Storage
@@ -171,10 +170,7 @@ def open_spec(spec: BackendSpec, codec: FrameCodec, clock: Clock = SYSTEM_CLOCK)
         retention = Retention(codec.namespace, listed, max_age_s=max_age_s, clock=clock)
         if limit is not None:
             retention.on_removed = limit.sweep_soon
-    faults = Faults(guard.inject, clock) if guard.inject.is_on else None
-    return Store(
-        made, codec, guard, name=spec.name or spec.type, limit=limit, retention=retention, faults=faults, clock=clock
-    )
+    return Store(made, codec, guard, name=spec.name or spec.type, limit=limit, retention=retention, clock=clock)
 
 
 def check_backend(type_name: str, options: Options) -> None:

@@ -9,7 +9,6 @@
     containment  an exception of the driver is counted, and its pages are ERROR
     capacity     a limit in bytes for stores without their own (see `limit`)
     retention    pages beyond a maximum age are neither served nor kept (see `retention`)
-    faults       injected, to try out their effects (see `faults`)
 
 A call that is not made returns 0 or ERROR at once. A store abandons nothing: a hanging call keeps its thread and its
 frames until it returns. Its caller must cope with that (`supervised`).
@@ -48,7 +47,6 @@ from .base import BackendStatistics, Direction, EvictionListener, GetOutcome, Se
 from .calls import Calls, check_batch, check_keys, hits_in, parent_outside, runs
 from .driver import Driver, RegistersMemory, ReportsEvictions
 from .errors import RAISED, ErrorKind
-from .faults import Faults
 from .guard.admission import AdmissionControl, GuardStatistics
 from .guard.calls import Call, CallResult, Verb
 from .guard.health import REJECTED, HealthState, StoreHealth, problem
@@ -92,14 +90,14 @@ _stores: weakref.WeakSet[Store] = weakref.WeakSet()
 @final
 class Store:
     """Storage of one store; see the module's docstring, and `storage` for the verbs. Thread-safe. Owns `driver`,
-    `limit`, `retention` and `faults`.
+    `limit` and `retention`.
 
     `name` is the store's name in metrics and messages. Deadlines are times of `clock`. `workers` makes the pools of its
     threads. The child of a fork rejects every verb (`errors["forked"]`): neither threads nor connections survive a
     fork.
     """
 
-    def __init__(  # noqa: PLR0913 - the parts that a store owns
+    def __init__(
         self,
         driver: Driver[Any],
         codec: FrameCodec,
@@ -108,7 +106,6 @@ class Store:
         name: str = "storage",
         limit: CapacityLimit | None = None,
         retention: Retention | None = None,
-        faults: Faults | None = None,
         clock: Clock = SYSTEM_CLOCK,
         workers: WorkerFactory = SupervisedPool,
     ) -> None:
@@ -118,12 +115,11 @@ class Store:
         self.guard = instance("guard", guard, GuardConfig)
         self._limit = limit
         self._sweepers = [one for one in (limit, retention) if one is not None]
-        self._faults = faults
         self._clock = clock
         self._closing = threading.Event()
         self._close_lock = threading.Lock()
         self._calls = Calls(codec, clock)
-        self._attempts = Attempts(driver, codec, name, self._calls, limit, faults, retention=retention, clock=clock)
+        self._attempts = Attempts(driver, codec, name, self._calls, limit=limit, retention=retention, clock=clock)
         self._log = GuardLog(name, clock)
         self._usage = Usage(0, 0, None)
         # One run probes both directions; a run that takes longer counts as hung.
@@ -278,8 +274,6 @@ class Store:
         """See Storage. Waits for calls in flight for at most the grace, then closes the driver anyway. Raises the
         driver's BackendError; any other exception of the driver is counted."""
         self._closing.set()
-        if self._faults is not None:
-            self._faults.release()
         for sweeper in self._sweepers:
             sweeper.stop()
         self._admission.close()

@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, TypeAlias
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from ..units import GIB, Count, Duration, Number, PositiveSize, Size
+from ..units import GIB, PositiveSize
 from .section import Section, yaml_switch
 
 
@@ -20,24 +20,6 @@ class Override(enum.StrEnum):
 
 
 _Switch: TypeAlias = Annotated[Override, BeforeValidator(yaml_switch), WithJsonSchema({"enum": list(Override)})]
-
-
-class InjectConfig(Section):
-    """Injected faults, to try out their effects. Not for production."""
-
-    latency: Duration = Field(default=0.0, description="Time added to each call.")
-    jitter: Duration = Field(default=0.0, description="Random time up to this, added to each call.")
-    bandwidth: Size = Field(default=0, description="Bytes per second for all calls together; 0: no limit.")
-    error_share: Number = Field(default=0.0, ge=0, le=1, description="Share of the calls that fail.")
-    damage_share: Number = Field(
-        default=0.0, ge=0, le=1, description="Share of the read pages that are damaged in flight, and removed."
-    )
-    seed: Count = Field(default=0, description="Seed of the random numbers; equal seeds give equal faults.")
-
-    @property
-    def is_on(self) -> bool:
-        """True if any fault is configured."""
-        return any((self.latency, self.jitter, self.bandwidth, self.error_share, self.damage_share))
 
 
 class GuardConfig(Section):
@@ -53,7 +35,6 @@ class GuardConfig(Section):
         description="`off`: never read from this store, to bypass it. `on`: always. `auto`: the breaker decides.",
     )
     write: _Switch = Field(default=Override.AUTO, description="The same for writes to this store.")
-    inject: InjectConfig = InjectConfig()
 
     # Failed calls in a row that open the breaker of their direction: two may be chance, and each costs a request time.
     failures: ClassVar[int] = 3

@@ -20,7 +20,6 @@ import time
 
 import numpy as np
 
-from hicache.backends.faults import Faults
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.store import Store
 from hicache.cache import HiRadixCache
@@ -30,6 +29,7 @@ from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
 from hicache.keys import RadixKey
 from hicache.tiers import HostPool, HostWindow, create_copy_engine, create_device_pool
+from hicache_lab.faults import FaultyDriver
 
 from ._table import Row, print_table, reduced, row
 
@@ -53,8 +53,8 @@ class Side:
     def __init__(self) -> None:
         pages = REQUESTS * RUN_PAGES
         device, host = create_device_pool(GEOMETRY, pages), HostPool(GEOMETRY, 2 * pages)
-        self.faults = Faults()
-        self.store = Store(MemoryDriver(), FrameCodec(bytes(32), GEOMETRY.payload_bytes), faults=self.faults)
+        self.faults = FaultyDriver(MemoryDriver())
+        self.store = Store(self.faults, FrameCodec(bytes(32), GEOMETRY.payload_bytes))
         config = HiCacheConfig(
             prefetch=PrefetchConfig(timeout_base=DEADLINE_S),
             transfer=TransferConfig(store_host_share=64 * RUN_PAGES / host.pages, storage_deadline=DEADLINE_S),

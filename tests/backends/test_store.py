@@ -13,7 +13,6 @@ import pytest
 
 from hicache.backends.base import SetOutcome, StoredPage
 from hicache.backends.errors import StoreError
-from hicache.backends.faults import Faults
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.pages import SETTLE_S, PageReads, PageWrites
 from hicache.backends.store import UNGUARDED, Store
@@ -36,9 +35,9 @@ from hicache.backends.testing import (
     soon,
 )
 from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
-from hicache.config.guard import InjectConfig
 from hicache.errors import InvalidInput
 from hicache.frame import HEADER_BYTES, Compression, FrameCodec, PageView, unseal
+from hicache_lab.faults import FaultOptions, FaultyDriver
 from tests.waiting import wait_for
 
 from ._files import OPENED
@@ -244,7 +243,7 @@ def test_parts_may_be_empty_and_many(lengths: Sequence[int], compression: Compre
     frames = empty_frames(codec, 4)
     assert store.batch_get(KEYS, frames, deadline=soon()) == [HIT] * 4
     assert all(holds(codec, key, frame) for key, frame in zip(KEYS, frames, strict=True))
-    damaging = Store(store.driver, codec, UNGUARDED, faults=Faults(InjectConfig(damage_share=1.0)))
+    damaging = Store(FaultyDriver(store.driver, FaultOptions(damage_share=1.0)), codec, UNGUARDED)
     assert damaging.batch_get(KEYS, pages, deadline=soon()) == [CORRUPT] * 4
     assert damaging.statistics().corrupt == {"injected": 4}
     damaging.close()

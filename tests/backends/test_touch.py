@@ -11,7 +11,6 @@ import pytest
 from hicache.backends.base import Direction
 from hicache.backends.compose import Levels, Shards
 from hicache.backends.compose.sharded import ShardCodec
-from hicache.backends.faults import Faults
 from hicache.backends.guard import Override, Verb
 from hicache.backends.limit import LIST_INTERVAL_S
 from hicache.backends.memory import MemoryDriver
@@ -33,6 +32,7 @@ from hicache.backends.testing import (
 from hicache.daemon.pool import PagePool
 from hicache.daemon.sharing import SharedStore
 from hicache.frame import FrameCodec
+from hicache_lab.faults import FaultyDriver
 from tests.backends._files import CODEC, PAGE, open_file
 from tests.backends._subjects import doorless
 from tests.backends._troubled import Troubled
@@ -67,7 +67,7 @@ STORES: dict[str, Callable[[Path], Storage]] = {
     "file": file_store,
     "limit": limited_store,
     "guard": lambda path: Store(MemoryDriver(FULL), CODEC),
-    "faulty": lambda path: Store(MemoryDriver(FULL), CODEC, UNGUARDED, faults=Faults()),
+    "faulty": lambda path: Store(FaultyDriver(MemoryDriver(FULL)), CODEC, UNGUARDED),
     "shared": lambda path: SharedStore(CODEC, PagePool(0), memory_store(CODEC, FULL)),
 }
 

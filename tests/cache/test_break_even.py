@@ -9,7 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hicache.backends.faults import Faults
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.store import UNGUARDED, Store
 from hicache.cache.break_even import (
@@ -27,8 +26,8 @@ from hicache.cache.break_even import (
     Route,
 )
 from hicache.config import BreakEvenConfig
-from hicache.config.guard import InjectConfig
 from hicache.errors import InvariantError
+from hicache_lab.faults import FaultOptions, FaultyDriver
 from tests.cache.world import GEOMETRY, World, codec, memory_backend, prompt
 from tests.seeds import rng, seeds
 
@@ -492,7 +491,7 @@ def test_with_writes_always_an_engine_stores_runs_for_others_that_do_not_pay_her
     assert decide(break_even, Route.PREFETCH) is Decision.TOO_SLOW
 
 
-SLOW_CALLS = InjectConfig(latency="100ms")
+SLOW_CALLS = FaultOptions(latency="100ms")
 
 
 class MeasuredStore:
@@ -500,8 +499,9 @@ class MeasuredStore:
 
     def __init__(self, *, probe_every: int) -> None:
         given = Rates(prefill_tokens_per_s=1000, host_bytes_per_s=1 << 50)
-        self.driver, self.faults = MemoryDriver(), Faults()
-        backend = Store(self.driver, codec(), UNGUARDED, faults=self.faults)
+        self.driver = MemoryDriver()
+        self.faults = FaultyDriver(self.driver)
+        backend = Store(self.faults, codec(), UNGUARDED)
         self.world = World(backend=backend, break_even=BreakEven(given=given, probe_every=probe_every))
         self.prompts = itertools.count(1)
         self.world.serve("store", KEY)
@@ -541,7 +541,7 @@ def test_a_store_that_becomes_slow_gets_only_probe_writes_until_it_is_fast(probe
     refused = s.refused
     assert s.stores(8) == (2 if probes else 0)
     assert s.refused > refused
-    s.faults.options = InjectConfig()
+    s.faults.options = FaultOptions()
     for _ in range(WINDOW * 4):
         s.is_read()
     assert s.stores(8) == (8 if probes else 0)

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import Direction, SetOutcome
-from hicache.backends.faults import Faults
 from hicache.backends.storage import Storage
 from hicache.backends.store import Store
 from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config.guard import GuardConfig
 from hicache.errors import BackendError, InvalidInput
+from hicache_lab.faults import FaultyDriver
 from tests.cache.world import LastingDriver, World, codec, prompt
 from tests.tuned import tuned
 from tests.waiting import wait_for
@@ -29,7 +29,7 @@ class Server:
         self.clock = clock
         self._options = options or tuned(GuardConfig, backoff_min=0.02, backoff_max=0.05, retry_share=0.0)
         self.by_epoch: dict[int, LastingDriver] = {}
-        self.faults: list[Faults] = []
+        self.faults: list[FaultyDriver] = []
         self.stores: list[Store] = []
         self.down = False
 
@@ -37,8 +37,8 @@ class Server:
         if self.down:
             raise BackendError("the server is down")
         driver = self.by_epoch.setdefault(epoch, LastingDriver())
-        self.faults.append(Faults())
-        self.stores.append(Store(driver, codec(epoch), self._options, faults=self.faults[-1], clock=self.clock))
+        self.faults.append(FaultyDriver(driver))
+        self.stores.append(Store(self.faults[-1], codec(epoch), self._options, clock=self.clock))
         return self.stores[-1]
 
     def pages(self, epoch: int = 0) -> int:

@@ -14,7 +14,6 @@ import pytest
 
 from hicache.backends import store as shell
 from hicache.backends.base import Direction
-from hicache.backends.faults import Faults
 from hicache.backends.guard import Override
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.slot import OpenBackend
@@ -42,6 +41,7 @@ from hicache.geometry import KVGeometry
 from hicache.keys import TOKEN_BYTES, PageChain, RadixKey
 from hicache.supervised import SupervisedPool
 from hicache.tiers import HostPool
+from hicache_lab.faults import FaultyDriver
 from tests.ranks import Exchange
 from tests.tuned import tuned
 from tests.waiting import WAIT_S, wait_for
@@ -61,10 +61,10 @@ class Engine:
 
     def use(self) -> None:
         """Use a new store."""
-        self.faults = Faults()
+        self.faults = FaultyDriver(MemoryDriver())
         self.guard = shell.Store(
-            MemoryDriver(), FrameCodec(bytes(32), 64),
-            tuned(GuardConfig, failures=1, backoff_min=0.001, backoff_max=0.001, retry_share=0.0), faults=self.faults,
+            self.faults, FrameCodec(bytes(32), 64),
+            tuned(GuardConfig, failures=1, backoff_min=0.001, backoff_max=0.001, retry_share=0.0),
         )  # fmt: skip
         self.gate.slot.start(self.guard)
 

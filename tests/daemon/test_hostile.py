@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from hicache.shared_memory import path_of
+from hicache_lab.faults import spoiled
 from tests.seeds import fuzz_seed
 from tests.waiting import wait_for
 
@@ -80,7 +81,7 @@ sys.stdin.read()
 @pytest.fixture
 def slow(tmp_path: Path) -> Iterator[Daemon]:
     """A daemon whose store takes a second for each call."""
-    storage = {"type": "memory", "guard": {"inject": {"latency": "1s"}}}
+    storage = spoiled({"type": "memory"}, latency="1s")
     with Daemon(tmp_path / "slow", storage, **BOUNDS) as daemon:
         open_namespace(daemon)
         yield daemon

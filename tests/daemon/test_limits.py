@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hicache_lab.faults import spoiled
 from tests.daemon.daemons import (
     FRAME_BYTES,
     NAMESPACE,
@@ -25,7 +26,7 @@ from tests.daemon.daemons import (
 from tests.waiting import wait_for
 
 SHORT = {"client_timeout": "1s"}
-SLOW = {"type": "memory", "guard": {"inject": {"latency": "300ms"}}}
+SLOW = spoiled({"type": "memory"}, latency="300ms")
 
 
 @pytest.fixture(scope="module")

@@ -20,11 +20,12 @@ from hicache.daemon.node import Node
 from hicache.daemon.reload import changed_entries
 from hicache.daemon.server import Server
 from hicache.daemon.statistics import NodeState
+from hicache_lab.faults import spoiled
 from tests.daemon.daemons import NAMESPACE, TOKEN, Daemon, EngineMemory, keys_of, secret, write
 from tests.waiting import wait_for
 
-SLOW = {"type": "memory", "guard": {"inject": {"latency": "700ms"}}}
-HANGING = {"type": "memory", "guard": {"inject": {"latency": "1h"}}}
+SLOW = spoiled({"type": "memory"}, latency="700ms")
+HANGING = spoiled({"type": "memory"}, latency="1h")
 
 
 def _file_store(scratch: Path) -> dict[str, Any]:

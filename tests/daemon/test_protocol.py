@@ -13,6 +13,7 @@ import pytest
 
 from hicache.frame import HEADER_BYTES
 from hicache.shared_memory import Layout, Role, SharedMemory
+from hicache_lab.faults import spoiled
 from tests.daemon.daemons import (
     CODEC,
     FRAME_BYTES,
@@ -30,7 +31,7 @@ from tests.daemon.daemons import (
 )
 from tests.waiting import wait_for
 
-SLOW = {"type": "memory", "guard": {"inject": {"latency": "400ms"}}}
+SLOW = spoiled({"type": "memory"}, latency="400ms")
 
 
 def _pages(content: bytes, count: int) -> tuple[bytes, list[memoryview]]:
@@ -252,7 +253,7 @@ def test_a_label_is_shown_without_its_path_and_the_first_one_stays(daemon: Daemo
         assert [one["label"] for one in daemon.status()["namespaces"] if one["namespace"] == "1a" * 32] == ["llama"]
 
 
-FAILING = {"type": "memory", "guard": {"inject": {"error_share": 1}}}
+FAILING = spoiled({"type": "memory"}, error_share=1)
 
 
 def test_a_failing_level_beside_a_working_one_costs_misses_only(

@@ -22,6 +22,7 @@ from hicache.geometry import KVGeometry
 from hicache.keys import Namespace, RadixKey
 from hicache.metrics import serve_configured
 from hicache_lab.devservers.ports import LOOPBACK, free_ports
+from hicache_lab.faults import spoiled
 from tests.daemon.traffic import BusyDaemon
 from tests.prometheus import Prometheus
 from tests.tuned import tuned
@@ -37,11 +38,11 @@ RUN_S = 40.0
 
 def engine_config(folder: Path) -> HiCacheConfig:
     """Return the configuration of an engine with events and two stores, one of which fails and damages pages."""
-    faults = {"error_share": 0.2, "damage_share": 0.1, "seed": 1}
-    levels = [
-        {"name": name, "type": "file", "options": {"path": str(folder / name), "capacity": "1MiB"}, **guard}
-        for name, guard in (("nvme", {}), ("shared", {"guard": {"inject": faults}}))
-    ]
+    near, far = (
+        {"type": "file", "options": {"path": str(folder / name), "capacity": "1MiB"}} for name in ("nvme", "shared")
+    )
+    far = spoiled(far, error_share=0.2, damage_share=0.1, seed=1)
+    levels = [{"name": "nvme", **near}, {"name": "shared", **far}]
     return HiCacheConfig.model_validate({
         "page_size": GEOMETRY.page_size, "device": {"tokens": 256}, "host": {"tokens": 512},
         "prefetch": {"threshold_tokens": 8}, "load_back_threshold_tokens": 4, "sessions": {"enabled": True},

@@ -63,9 +63,9 @@ def push_out(engine: TreeProcess) -> None:
     engine.ask(prompts("others", 2048 // 300))
 
 
-def files(folder: Path, **options: object) -> dict[str, object]:
+def files(folder: Path) -> dict[str, Any]:
     """Return the entry `storage` of a configuration with files."""
-    return {"storage": {"type": "file", "options": {"path": str(folder), "free_space_floor": 0}, **options}}
+    return {"storage": {"type": "file", "options": {"path": str(folder), "free_space_floor": 0}}}
 
 
 def tokens(answers: Answers) -> list[Any]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from hicache_lab.faults import spoiled
 from tests.seeds import rng, seeds
 
 from .prompts import prompt
@@ -31,7 +32,7 @@ _COMMON: dict[str, Any] = {
     "max_running_requests": 8, "chunked_prefill_size": 128, "enable_priority_scheduling": True,
     "schedule_conservativeness": 0.05,  # admits requests whose output will not fit
 }  # fmt: skip
-_INJECT = {"latency": "20ms", "error_share": 0.05}
+_FAULTS: dict[str, Any] = {"latency": "20ms", "error_share": 0.05}
 
 Request = dict[str, Any]
 Serve = Callable[[list[Request]], Answers]
@@ -56,8 +57,9 @@ def engine(
     request: pytest.FixtureRequest, process: TreeProcess, expected: object, llama: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> TreeProcess:  # fmt: skip
-    storage = files(tmp_path_factory.mktemp("load-pages"), guard={"inject": _INJECT})
-    process.begin(llama, {"host": {"size": "2MiB"}, **storage}, **_COMMON, **MODES[request.param])
+    (storage,) = files(tmp_path_factory.mktemp("load-pages")).values()
+    config = {"host": {"size": "2MiB"}, "storage": spoiled(storage, **_FAULTS)}
+    process.begin(llama, config, **_COMMON, **MODES[request.param])
     return process
 
 

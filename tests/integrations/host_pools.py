@@ -43,10 +43,10 @@ def keys(count: int, chain: str = "a") -> list[str]:
     return [hashlib.sha256(f"{chain}{number}".encode()).hexdigest() for number in range(count)]
 
 
-def files(folder: Path, *, capacity: int | None = None, **guard: Any) -> dict[str, Any]:
+def files(folder: Path, *, capacity: int | None = None) -> dict[str, Any]:
     """Return the configuration of a file store in `folder`."""
     options = {"path": str(folder / "pages"), "free_space_floor": 0, "capacity": capacity}
-    return {"type": "file", "options": options, "guard": guard}
+    return {"type": "file", "options": options}
 
 
 def open_storage(

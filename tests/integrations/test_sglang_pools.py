@@ -20,6 +20,7 @@ from hicache.frame import NO_PARENT, FrameHeader
 from hicache.integrations.sglang.hits import ALL_PAGES, TRAILING_PAGES
 from hicache.integrations.sglang.pages import HostPages
 from hicache.integrations.sglang.storage import HostPoolStorage
+from hicache_lab.faults import spoiled
 from tests.integrations.host_pools import ENGINE, HostPool, Ranks, StatePool, files, keys, open_storage
 from tests.seeds import seeds
 from tests.waiting import wait_for
@@ -278,7 +279,7 @@ def test_pools_of_one_call_share_its_deadline(opened: Open, tmp_path: Path) -> N
     """The control: in calls of their own, both pools have the time that they need."""
     pools, clock = hybrid(), ManualClock()
     store_all(opened(pools), pools, keys(1), ["swa", "mamba"])
-    slow = opened(pools, files(tmp_path, inject={"latency": 0.7}), clock=clock, transfer={"storage_deadline": 1})
+    slow = opened(pools, spoiled(files(tmp_path), latency=0.7), clock=clock, transfer={"storage_deadline": 1})
 
     def pass_time() -> None:
         if clock.sleepers:  # the store is slow; the test is not
@@ -298,7 +299,7 @@ def test_pools_of_one_call_share_its_deadline(opened: Open, tmp_path: Path) -> N
 
 def test_a_failure_of_one_pool_pauses_all(opened: Open, tmp_path: Path) -> None:
     pools, clock = hybrid(), ManualClock()
-    slow = files(tmp_path, inject={"latency": 3600})
+    slow = spoiled(files(tmp_path), latency=3600)
     store = opened(pools, slow, clock=clock, transfer={"storage_deadline": 1})
     with ThreadPoolExecutor(1) as threads:
         call = threads.submit(store.read_pools, [Transfer(n, keys(1), p.indices(0)) for n, p in pools.items()])

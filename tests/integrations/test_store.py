@@ -21,6 +21,7 @@ from hicache.geometry import PageShape, Piece
 from hicache.integrations.store import EngineStorage, PoolStorage
 from hicache.keys import Namespace
 from hicache_lab.devservers.ports import LOOPBACK, free_ports
+from hicache_lab.faults import spoiled
 from tests.daemon.daemons import Daemon
 from tests.listening import Listener
 from tests.waiting import wait_for
@@ -60,8 +61,8 @@ def opened() -> Iterator[Open]:
         one.close()
 
 
-def files(folder: Path, **guard: Any) -> dict[str, Any]:
-    return {"type": "file", "options": {"path": str(folder / "pages"), "free_space_floor": 0}, "guard": guard}
+def files(folder: Path) -> dict[str, Any]:
+    return {"type": "file", "options": {"path": str(folder / "pages"), "free_space_floor": 0}}
 
 
 def frames(*fills: int) -> list[memoryview]:
@@ -149,7 +150,7 @@ def test_writes_to_a_full_store_back_off_and_reads_are_hits(opened: Open, tmp_pa
 def test_a_slow_call_ends_at_its_deadline_and_the_next_call_is_skipped(
     opened: Open, tmp_path: Path, configured_s: float, most_s: float
 ) -> None:
-    slow, clock = files(tmp_path, inject={"latency": 3600}), ManualClock()
+    slow, clock = spoiled(files(tmp_path), latency=3600), ManualClock()
     storage = opened(slow, most_s=most_s, clock=clock, transfer={"storage_deadline": configured_s})
     with ThreadPoolExecutor(1) as pool:
         call = pool.submit(storage.lookup, KEYS)

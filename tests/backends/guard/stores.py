@@ -7,7 +7,6 @@ from typing import Any
 
 from hicache.backends.base import Direction
 from hicache.backends.driver import Driver
-from hicache.backends.faults import Faults
 from hicache.backends.guard.calls import Refusal
 from hicache.backends.store import Store
 from hicache.clock import Clock, ManualClock
@@ -26,11 +25,11 @@ GUARDS: list[Store] = []
 
 
 def guard_of(
-    driver: Driver[Any], options: GuardConfig | None = None, faults: Faults | None = None, clock: Clock | None = None
+    driver: Driver[Any], options: GuardConfig | None = None, clock: Clock | None = None
 ) -> Store:
     """Return the guarded store of `driver`, with the `patient` options by default. Closed after the test."""
     clock = PassingClock() if clock is None else clock
-    GUARDS.append(Store(driver, CODEC, options or patient(), name="test", faults=faults, clock=clock))
+    GUARDS.append(Store(driver, CODEC, options or patient(), name="test", clock=clock))
     return GUARDS[-1]
 
 

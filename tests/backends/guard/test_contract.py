@@ -1,15 +1,15 @@
-"""A guarded store keeps the contracts, with a fault injector that injects nothing, and with a low in-flight limit."""
+"""A guarded store keeps the contracts, with a faulty driver that injects nothing, and with a low in-flight limit."""
 
 from __future__ import annotations
 
 import pytest
 
-from hicache.backends.faults import Faults
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.store import Store
 from hicache.backends.testing import OpenStore, SoleDriverContract, StoreContract, Subject, memory_subject
 from hicache.config.guard import GuardConfig
 from hicache.frame import FrameCodec
+from hicache_lab.faults import FaultyDriver
 
 pytestmark = pytest.mark.long
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.long
 def guarded(codec: FrameCodec) -> Subject:
     """Return a store whose batches all exceed the in-flight limit, so that they run one by one."""
     driver = MemoryDriver()
-    return memory_subject(Store(driver, codec, GuardConfig(in_flight=1), faults=Faults()), driver)
+    return memory_subject(Store(FaultyDriver(driver), codec, GuardConfig(in_flight=1)), driver)
 
 
 class TestGuardedMemory(SoleDriverContract):

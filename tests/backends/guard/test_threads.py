@@ -11,7 +11,6 @@ import pytest
 
 from hicache.backends.base import Direction, GetOutcome, SetOutcome, Usage
 from hicache.backends.errors import ErrorKind
-from hicache.backends.faults import Faults
 from hicache.backends.guard import Override
 from hicache.backends.guard.calls import Refusal
 from hicache.backends.memory import MemoryDriver
@@ -20,6 +19,7 @@ from hicache.backends.store import Store
 from hicache.backends.testing import HIT, MISS, STORED, empty_frames, full_frames, make_keys, soon
 from hicache.clock import SYSTEM_CLOCK
 from hicache.config.guard import GuardConfig
+from hicache_lab.faults import FaultyDriver
 from tests.backends._troubled import CODEC, Troubled
 from tests.backends.guard.stores import (
     LONG_S,
@@ -51,13 +51,8 @@ def clock() -> PassingClock:
 
 
 @pytest.fixture
-def faulty(clock: PassingClock) -> Faults:
-    return Faults(clock=clock)
-
-
-def over(faults: Faults, options: GuardConfig, clock: PassingClock) -> Store:
-    """Return the guarded store of an empty memory driver with these faults."""
-    return guard_of(MemoryDriver(), options, faults, clock)
+def faulty(clock: PassingClock) -> FaultyDriver:
+    return FaultyDriver(MemoryDriver(CODEC.frame_bytes), clock=clock)
 
 
 def get(guard: Store, count: int = 1, *, deadline: float = math.inf) -> list[GetOutcome]:
@@ -74,10 +69,10 @@ def put(guard: Store, count: int = 1, *, name: str = "page", deadline: float = m
 
 @pytest.mark.parametrize("mode", ["auto", "on"])
 def test_calls_that_hang_past_their_deadline_open_the_breaker_while_they_hang(
-    threads: ThreadPoolExecutor, faulty: Faults, clock: PassingClock, mode: str
+    threads: ThreadPoolExecutor, faulty: FaultyDriver, clock: PassingClock, mode: str
 ) -> None:
     """Control: if the operator forces it on, it stays closed and calls still reach the store."""
-    guard = over(faulty, patient(grace=SECOND, read=mode), clock)
+    guard = guard_of(faulty, patient(grace=SECOND, read=mode), clock)
     faulty.hang()
     hanging = [threads.submit(get, guard, deadline=clock() + SECOND) for _ in range(3)]
     wait_for(lambda: faulty.hung_calls == 3)
@@ -298,8 +293,8 @@ def test_a_dead_probe_thread_is_replaced(clock: PassingClock) -> None:
     assert store.deaths == 3
 
 
-def test_probes_of_a_full_store_are_good(faulty: Faults, clock: PassingClock) -> None:
-    guard = guard_of(MemoryDriver(CODEC.frame_bytes), faults=faulty, clock=clock)
+def test_probes_of_a_full_store_are_good(faulty: FaultyDriver, clock: PassingClock) -> None:
+    guard = guard_of(faulty, clock=clock)
     put(guard)
     faulty.fail()
     for _ in range(3):

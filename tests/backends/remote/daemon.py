@@ -19,6 +19,7 @@ from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.frame import FrameCodec, PageBuffer, PageView
 from hicache.shared_memory import Layout, SharedMemory
 from hicache_lab.devservers.ports import LOOPBACK
+from hicache_lab.faults import spoiled
 from tests.backends._files import page_path
 from tests.daemon import daemons
 from tests.waiting import WAIT_S
@@ -28,7 +29,7 @@ TOKEN = "a-token-of-clients-" + "1" * 20
 
 
 class Daemon(daemons.Daemon):
-    """A daemon over a file store, with a token for TCP; `storage_guard` is the guard of the store."""
+    """A daemon over a file store, with a token for TCP; `faults` are those of the store."""
 
     @property
     def store(self) -> Path:
@@ -39,7 +40,7 @@ class Daemon(daemons.Daemon):
         """See daemons.Daemon."""
         entries = {"token_file": self.secret("token", TOKEN), "pool": 0, "staging": "64MiB", **(daemon or {})}
         options = {"path": str(self.store), "capacity": None, "free_space_floor": 0}
-        storage = {"type": "file", "options": options, "guard": sections.pop("storage_guard", {})}
+        storage = spoiled({"type": "file", "options": options}, **sections.pop("faults", {}))
         super().configure(entries, **{"storage": storage, **sections})
 
     def requests(self) -> dict[str, int]:

@@ -57,7 +57,7 @@ def slow(folder: Path) -> Iterator[Daemon]:
     """A daemon with a slow store."""
     place = folder / "slow"
     place.mkdir()
-    with Daemon(place, storage_guard={"inject": {"latency": LATENCY}}) as made:
+    with Daemon(place, faults={"latency": LATENCY}) as made:
         yield made
 
 

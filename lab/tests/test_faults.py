@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.faults import INJECTED, Faults
+from hicache.backends.driver import Clears, FindsPrefixes, HasIncidents, Inspects, ReportsEvictions, Touches
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.registry import BackendSpec, open_spec
 from hicache.backends.store import UNGUARDED, Store
 from hicache.backends.testing import (
     CORRUPT,
     HIT,
-    MISS,
     NAMESPACE,
     PAYLOAD_BYTES,
     STORED,
@@ -27,29 +28,28 @@ from hicache.backends.testing import (
     soon,
 )
 from hicache.clock import SYSTEM_CLOCK, Clock
-from hicache.config.guard import GuardConfig, InjectConfig
+from hicache.config.guard import GuardConfig
+from hicache.errors import ConfigError
 from hicache.frame import FrameCodec
+from hicache_lab.faults import INJECTED, FaultOptions, FaultyDriver
 from tests.clocks import PassingClock
 from tests.tuned import tuned
 from tests.waiting import wait_for
-
-from ._files import OPENED
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 KEYS = make_keys(20)
 
 
 def faulty(
-    options: InjectConfig | None = None, codec: FrameCodec = CODEC, clock: Clock = SYSTEM_CLOCK
-) -> tuple[Faults, Store]:
-    """Return an empty store in memory, and its faults. `test_contract.py` of the guard has the contract."""
-    faults = Faults(options, clock)
-    OPENED.append(store := Store(MemoryDriver(), codec, UNGUARDED, faults=faults, clock=clock))
-    return faults, store
+    options: FaultOptions | None = None, codec: FrameCodec = CODEC, clock: Clock = SYSTEM_CLOCK
+) -> tuple[FaultyDriver, Store]:
+    """Return an empty store in memory, and its driver. `test_contract.py` of the guard has the contract."""
+    driver = FaultyDriver(MemoryDriver(), options, clock)
+    return driver, Store(driver, codec, UNGUARDED, clock=clock)
 
 
 @pytest.fixture
-def full() -> Iterator[tuple[Faults, Store]]:
+def full() -> Iterator[tuple[FaultyDriver, Store]]:
     faults, store = faulty()
     put(store)
     yield faults, store
@@ -64,7 +64,7 @@ def get(store: Store, *, deadline: float | None = None) -> list[GetOutcome]:
     return store.batch_get(KEYS, empty_frames(CODEC, len(KEYS)), deadline=deadline or soon())
 
 
-def test_all_calls_fail_on_request_and_are_counted(full: tuple[Faults, Store]) -> None:
+def test_all_calls_fail_on_request_and_are_counted(full: tuple[FaultyDriver, Store]) -> None:
     faults, store = full
     faults.fail()
     assert get(store) == [GetOutcome.ERROR] * 20 and put(store) == [SetOutcome.ERROR] * 20
@@ -78,14 +78,14 @@ def test_all_calls_fail_on_request_and_are_counted(full: tuple[Faults, Store]) -
 
 
 def test_a_share_of_calls_fails() -> None:
-    _, store = faulty(InjectConfig(error_share=0.25, seed=3))
+    _, store = faulty(FaultOptions(error_share=0.25, seed=3))
     failed = sum(put(store)[0] is SetOutcome.ERROR for _ in range(400))
     assert 60 <= failed <= 140
 
 
 def test_equal_seeds_draw_equal_faults() -> None:
     def history(seed: int) -> list[int]:
-        _, store = faulty(InjectConfig(error_share=0.3, seed=seed))
+        _, store = faulty(FaultOptions(error_share=0.3, seed=seed))
         return [store.batch_exists(KEYS[:1], deadline=soon()) + len(store.statistics().errors) for _ in range(50)]
 
     assert history(5) == history(5)
@@ -93,7 +93,7 @@ def test_equal_seeds_draw_equal_faults() -> None:
 
 
 def test_a_share_of_pages_is_damaged_found_and_removed() -> None:
-    _, store = faulty(InjectConfig(damage_share=0.5, seed=1))
+    _, store = faulty(FaultOptions(damage_share=0.5, seed=1))
     put(store)
     outcomes = get(store)
     damaged = outcomes.count(CORRUPT)
@@ -105,7 +105,7 @@ def test_a_share_of_pages_is_damaged_found_and_removed() -> None:
 
 
 def test_a_page_read_into_parts_is_damaged_like_one_in_a_frame() -> None:
-    _, store = faulty(InjectConfig(damage_share=0.5, seed=1))
+    _, store = faulty(FaultOptions(damage_share=0.5, seed=1))
     put(store)
     views = [in_parts(CODEC, frame) for frame in empty_frames(CODEC, len(KEYS))]
     outcomes = store.batch_get(KEYS, views, deadline=soon())
@@ -116,7 +116,7 @@ def test_a_page_read_into_parts_is_damaged_like_one_in_a_frame() -> None:
 
 def test_a_delay_longer_than_the_deadline_is_an_error_by_the_deadline() -> None:
     clock = PassingClock()
-    _, store = faulty(InjectConfig(latency=1000.0), clock=clock)
+    _, store = faulty(FaultOptions(latency=1000.0), clock=clock)
     deadline = clock() + 1.0
     assert get(store, deadline=deadline) == [GetOutcome.ERROR] * 20
     assert deadline <= clock() < deadline + 1e-6
@@ -125,14 +125,14 @@ def test_a_delay_longer_than_the_deadline_is_an_error_by_the_deadline() -> None:
 def test_bandwidth_limits_the_pages_moved_in_time() -> None:
     """One batch takes a second: the first one is in time, the next one is not."""
     clock = PassingClock()
-    _, store = faulty(InjectConfig(bandwidth=20 * CODEC.frame_bytes), clock=clock)
+    _, store = faulty(FaultOptions(bandwidth=20 * CODEC.frame_bytes), clock=clock)
     assert put(store, deadline=clock() + 2.0) == [STORED] * 20
     assert put(store, deadline=clock() + 0.5) == [SetOutcome.ERROR] * 20
     assert store.batch_exists(KEYS, deadline=clock() + 0.1) == 0, "a small call did not wait behind a large one"
     assert store.statistics().errors == {INJECTED: 21}
 
 
-def test_a_hanging_call_waits_until_it_is_released(full: tuple[Faults, Store]) -> None:
+def test_a_hanging_call_waits_until_it_is_released(full: tuple[FaultyDriver, Store]) -> None:
     faults, store = full
     with ThreadPoolExecutor(3) as threads:
         faults.hang()
@@ -144,23 +144,48 @@ def test_a_hanging_call_waits_until_it_is_released(full: tuple[Faults, Store]) -
     assert faults.hung_calls == 0
 
 
-def test_closing_releases_hanging_calls() -> None:
-    faults, store = faulty()
-    faults.hang()
-    with ThreadPoolExecutor(1) as threads:
-        call = threads.submit(get, store)
-        wait_for(lambda: faults.hung_calls == 1)
-        store.close()
-        assert call.result() in ([MISS] * 20, [GetOutcome.ERROR] * 20)
-
-
 # Where faults are injected
 
 
-def test_faults_are_injected_between_the_guard_and_the_driver() -> None:
-    store = open_spec(BackendSpec("memory", guard=tuned(GuardConfig, inject={"error_share": 1.0}, failures=50)), CODEC)
+def test_a_wrapped_driver_shows_its_abilities_and_no_others() -> None:
+    abilities = [Touches, HasIncidents, ReportsEvictions, Inspects, FindsPrefixes, Clears]
+    assert [isinstance(FaultyDriver(MemoryDriver()), one) for one in abilities] == [True] * 4 + [False] * 2
+
+
+def test_calls_of_optional_functions_fail_too() -> None:
+    driver, store = faulty()
+    driver.fail()
+    assert store.batch_touch(KEYS, deadline=soon()) == []
+    assert store.statistics().errors == {INJECTED: 1}
+
+
+def opened(options: dict[str, Any], guard: GuardConfig) -> Store:
+    store = open_spec(BackendSpec("faulty", options, guard), CODEC)
     assert isinstance(store, Store)
+    return store
+
+
+def test_a_configured_store_has_its_faults_below_its_guard(tmp_path: Path) -> None:
+    wrapped = {"type": "file", "options": {"path": str(tmp_path / "pages"), "free_space_floor": 0}}
+    store = opened({"error_share": 1, "storage": wrapped}, tuned(GuardConfig, failures=50))
     assert put(store) == [SetOutcome.ERROR] * 20
     assert store.statistics().errors.keys() == {INJECTED} and store.usage().pages == 0
     assert store.guard_statistics().failures
     store.close()
+    store = opened({"storage": wrapped}, UNGUARDED)
+    assert put(store) == [STORED] * 20, "the directory was released"
+    store.close()
+
+
+@pytest.mark.parametrize("options", [
+    {"latency": -1}, {"error_share": 1.5}, {"damage_share": True}, {"seed": 1.5}, {"jitter": "soon"}, {"storage": {}}
+])  # fmt: skip
+def test_faults_that_are_not_valid_are_refused(options: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(options))):
+        opened({"storage": {"type": "memory"}, **options}, UNGUARDED)
+
+
+def test_a_composition_is_refused() -> None:
+    levels = {"type": "levels", "options": {"levels": [{"type": "memory"}, {"type": "memory"}]}}
+    with pytest.raises(ConfigError, match="for its parts"):
+        opened({"storage": levels}, UNGUARDED)
