@@ -12,7 +12,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTrace
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
 
 from hicache import tracing
-from hicache.backends.guard.calls import CallResult
+from hicache.backends.calls import CallResult
 from hicache.cache.prefetch_states import State
 from hicache.cache.statistics import SKIP_REASONS
 from hicache_lab.devservers.ports import LOOPBACK

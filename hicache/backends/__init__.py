@@ -1,1 +1,1 @@
-"""L3 storage: the contract (`base`), its implementations, and the registry that finds them by name."""
+"""L3 storage: the verbs (`verbs`), the stores behind them, and the registry that finds them by name."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -23,7 +23,6 @@ from ..logs import LimitedLog
 from .base import GetOutcome, SetOutcome, Usage
 from .calls import Calls
 from .driver import (
-    Answer,
     Clears,
     Driver,
     ExplainsErrors,
@@ -69,10 +68,10 @@ class Attempts:
         self._finds = driver if isinstance(driver, FindsPrefixes) else None
         self._touches = driver if isinstance(driver, Touches) else None
 
-    def failure(self, work: Callable[[], object]) -> str:
+    def failure(self, work: Callable[..., object], *arguments: object) -> str:
         """Call `work`; return the kind of its failure, or an empty text."""
         try:
-            work()
+            work(*arguments)
         except StoreError as error:
             return error.kind
         except Exception as error:
@@ -90,8 +89,8 @@ class Attempts:
 
     # Lookups and removals
 
-    def _answers(
-        self, count: int, ask: Callable[[], Iterable[Answer]], deadline: float, *, to_first_hole: bool = False
+    def _find(
+        self, keys: Sequence[bytes], deadline: float, *, to_first_hole: bool = False
     ) -> tuple[list[bool], list[str]]:
         """Return the driver's answers, an error as False, and the errors. Answers that are missing after a failure are
         left out, and are one error."""
@@ -99,7 +98,7 @@ class Attempts:
         errors: list[str] = []
 
         def take() -> None:
-            for answer in ask():
+            for answer in self.driver.find(self._namespace, keys, deadline):
                 if answer is True:
                     found.append(True)
                     continue
@@ -109,20 +108,18 @@ class Attempts:
                 found.append(False)
                 if to_first_hole:
                     return
-            if len(found) < count:
+            if len(found) < len(keys):
                 raise StoreError(ErrorKind.INTERNAL)
 
         kind = self.failure(take)
-        if kind and len(found) < count:
+        if kind and len(found) < len(keys):
             errors.append(kind)
-        return found[:count], errors
+        return found[: len(keys)], errors
 
     def prefix(self, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
         """Return how many of `keys` are stored up to the first hole."""
         if self._finds is None:
-            found, errors = self._answers(
-                len(keys), lambda: self.driver.find(self._namespace, keys, deadline), deadline, to_first_hole=True
-            )
+            found, errors = self._find(keys, deadline, to_first_hole=True)
             return sum(found), errors
         finds, pages = self._finds, 0
         kinds: Sequence[str] = ()
@@ -136,7 +133,7 @@ class Attempts:
 
     def has(self, keys: Sequence[bytes], deadline: float) -> tuple[list[bool], list[str]]:
         """Return for each key whether its page is stored."""
-        found, errors = self._answers(len(keys), lambda: self.driver.find(self._namespace, keys, deadline), deadline)
+        found, errors = self._find(keys, deadline)
         return found + [False] * (len(keys) - len(found)), errors
 
     def touch(self, keys: Sequence[bytes], deadline: float) -> tuple[list[bytes], list[str]]:
@@ -162,14 +159,14 @@ class Attempts:
     def remove(self, keys: Sequence[bytes], deadline: float) -> tuple[int, list[str]]:
         """Remove pages; return how many were stored. REQUIRES: no key occurs twice."""
 
-        return self._removed(lambda: self.driver.remove(self._namespace, keys, deadline))
+        return self._removed(self.driver.remove, self._namespace, keys, deadline)
 
     def clear(self, deadline: float) -> tuple[int, list[str]]:
         """Remove all pages of the namespace; return how many were stored."""
         if self.limit is not None:
             self.limit.forget()
         try:
-            return self._removed(lambda: self._clear(deadline))
+            return self._removed(self._clear, deadline)
         finally:
             if self.limit is not None:
                 self.limit.sweep_soon()
@@ -191,12 +188,14 @@ class Attempts:
             errors.append(error.kind)
         return removed, errors
 
-    def _removed(self, remove: Callable[[], tuple[int, Sequence[str]]]) -> tuple[int, list[str]]:
+    def _removed(
+        self, remove: Callable[..., tuple[int, Sequence[str]]], *arguments: object
+    ) -> tuple[int, list[str]]:
         removed, errors = 0, list[str]()
 
         def ask() -> None:
             nonlocal removed
-            answer, kinds = remove()
+            answer, kinds = remove(*arguments)
             errors.extend(kinds)
             if type(answer) is not int or answer < 0:
                 raise StoreError(_WRONG_ANSWER)
@@ -217,11 +216,11 @@ class Attempts:
     ) -> tuple[list[GetOutcome], list[str]]:
         """Read and verify pages; remove damaged and expired ones."""
         reads: PageReads[Any] = PageReads(self._codec, keys, pages, deadline, self._clock)
-        reads.valid_s = self.valid_s
-
-        outcomes = reads.finish(self.failure(lambda: self.driver.read(reads)))
+        if self._retention is not None:
+            reads.valid_s = self._retention.valid_s
+        outcomes = reads.finish(self.failure(self.driver.read, reads))
         if reads.damaged:
-            self._calls.count(corrupt=reads.corrupt)
+            self._calls.count(corrupt=[one.reason for one in reads.damaged])
             reads.errors += self._remove_damaged(reads.damaged, deadline)
         if reads.expired and self._retention is not None:
             removed, errors = self._remove_found(reads.expired, deadline)
@@ -233,7 +232,7 @@ class Attempts:
         """Remove objects, but not objects that have replaced them since."""
         until = max(deadline, self._clock() + SETTLE_S)
         founds = {one.key: one.found for one in unwanted}  # a key may occur twice in a read
-        return self._removed(lambda: self.driver.remove(self._namespace, [*founds], until, [*founds.values()]))
+        return self._removed(self.driver.remove, self._namespace, [*founds], until, [*founds.values()])
 
     def _remove_damaged(self, damaged: Sequence[Damaged[Any]], deadline: float) -> list[str]:
         """Remove damaged objects, and log that."""
@@ -260,24 +259,24 @@ class Attempts:
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> tuple[list[SetOutcome], list[str]]:
         writes = PageWrites(self._codec, keys, pages, parent, deadline, self._clock)
-        writes.valid_s = self.valid_s
-        outcomes = writes.finish(self.failure(lambda: self.driver.write(writes)))
+        if self._retention is not None:
+            writes.valid_s = self._retention.valid_s
+        outcomes = writes.finish(self.failure(self.driver.write, writes))
         return outcomes, writes.errors
 
     # The whole
 
-    def usage(self) -> tuple[Usage | None, str]:
-        """Return the usage, or None and the kind of the failure. Blocks as the driver does."""
-        usage: object = None
-
-        def measure() -> None:
-            nonlocal usage
-            usage = self.driver.measure()
-
-        kind = self.failure(measure)
+    def usage(self) -> Usage:
+        """Return the usage. Blocks as the driver does. Raises StoreError."""
+        try:
+            usage: object = self.driver.measure()
+        except StoreError:
+            raise
+        except Exception as error:
+            raise StoreError(self.contained(error)) from error
         if not isinstance(usage, Usage):
-            return None, kind or _WRONG_ANSWER
-        return (usage if self.limit is None else replace(usage, capacity_bytes=self.limit.capacity_bytes)), kind
+            raise StoreError(_WRONG_ANSWER)
+        return usage if self.limit is None else replace(usage, capacity_bytes=self.limit.capacity_bytes)
 
     def rejection(self) -> str:
         """Return why the last write was rejected, empty if unknown."""
@@ -290,7 +289,7 @@ class Attempts:
 
         kind = self.failure(ask)
         if kind:
-            self._calls.count(errors=[kind])
+            self._calls.count(kind)
         return str(found or "")
 
     def explanation(self, cause: str) -> str:
@@ -307,7 +306,7 @@ class Attempts:
 
         kind = self.failure(ask)
         if kind:
-            self._calls.count(errors=[kind])
+            self._calls.count(kind)
         found = [self._last_incidents, *(one.incidents() for one in (self.limit, self._retention) if one is not None)]
         errors = Counter[str]()
         for one in found:
@@ -325,4 +324,4 @@ class Attempts:
         except BackendError:
             raise
         except Exception as error:
-            self._calls.count(errors=[self.contained(error)])
+            self._calls.count(self.contained(error))

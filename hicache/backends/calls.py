@@ -1,25 +1,100 @@
-"""Common parts of every backend's verbs: checks of arguments, calls in flight, counts of outcomes."""
+"""Calls of storage: their arguments are checked, those in flight are known, and their outcomes are counted.
+
+    Call      one call of a verb, with what it proves about the store
+    Calls     the calls in flight, for which `close` waits, and totals; `AdmissionControl` adds limits and breakers
+"""
 
 from __future__ import annotations
 
 import contextlib
+import enum
 import itertools
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
-from ..clock import SYSTEM_CLOCK, Clock
+from ..clock import Clock
 from ..errors import InvalidInput
 from ..frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView
 from ..keys import PAGE_KEY_BYTES
-from .base import BackendStatistics, GetOutcome, SetOutcome
+from .base import BackendStatistics, Direction, GetOutcome, SetOutcome
 from .errors import ErrorKind, StoreError
 
 Outcome = TypeVar("Outcome")
-T = TypeVar("T")
-_collecting = threading.local()
+
+
+class Verb(enum.StrEnum):
+    """The kind of a call, and the direction whose breaker decides about it."""
+
+    __hash__ = str.__hash__  # faster than Enum's, which is a Python function called for each dictionary lookup
+    direction: Direction
+
+    EXISTS = "exists", Direction.READ
+    GET = "get", Direction.READ
+    SET = "set", Direction.WRITE
+    DELETE = "delete", Direction.WRITE
+    TOUCH = "touch", Direction.WRITE
+
+    def __new__(cls, name: str, direction: Direction) -> Verb:
+        """Make a member."""
+        verb = str.__new__(cls, name)
+        verb._value_, verb.direction = name, direction
+        return verb
+
+
+class Refusal(enum.StrEnum):
+    """Why the guard rejected a call."""
+
+    OPEN = "open"  # the breaker is open, or the operator has switched the direction off
+    BUSY = "busy"  # other calls used the whole in-flight limit until the deadline
+    CLOSED = "closed"  # the guard was closed while the call waited
+
+
+class CallResult(enum.StrEnum):
+    """What a call proves about the store: it works, nothing, or one of four kinds of failure."""
+
+    GOOD = "good"
+    UNKNOWN = "unknown"
+    ERROR = "error"  # half of the pages or more are errors; of a write, half of the new pages
+    LOOKUP = "lookup"  # a lookup missed pages, and the backend counted an error during it
+    RAISED = "raised"  # the backend raised an exception or broke the contract
+    OVERDUE = "overdue"  # the call hung past deadline and grace
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A call of a verb with `keys` keys, which moves `bytes` bytes. The calling thread owns it and sets its result; any
+    thread may set `overdue` under the lock of its Calls.
+
+    Its `errors` are counted when it ends, and added to the caller's list `report`.
+
+    The result: `result`; of a write, `new_pages`, those that were not present, and `kept`, the best outcome of them;
+    after a failure, `cause`, the kind of its last error, and `detail`, the store's own words for it.
+    """
+
+    verb: Verb
+    keys: int
+    bytes: int
+    deadline: float
+    report: list[str] | None = None
+    errors: list[str] = field(default_factory=list)
+    began_s: float = 0.0  # when it was admitted
+    is_admitted: bool = False
+    round: int = 0  # the breaker's round at that time
+    overdue: bool = False  # it hung past deadline and grace, and is counted as failed
+    result: CallResult = CallResult.UNKNOWN
+    new_pages: int = 0
+    kept: SetOutcome | None = None  # None if the write proves nothing
+    cause: str = ""
+    detail: str = ""
+
+    @property
+    def pages(self) -> int:
+        """The pages that it counts as: a lookup or removal of any number of keys moves no bytes, and is one page."""
+        return self.keys if self.bytes else 1
 
 
 def check_keys(keys: Iterable[bytes]) -> None:
@@ -48,7 +123,8 @@ def check_batch(
     for page in pages:
         if isinstance(page, PageView):
             _check_view(codec, page)
-        elif page.nbytes != size or not _is_writable_bytes(page):
+        # As in `_is_writable_bytes`, without a call per page.
+        elif page.nbytes != size or page.format != "B" or page.ndim != 1 or not page.c_contiguous or page.readonly:
             raise InvalidInput(f"backend: a frame must be {size} contiguous writable bytes; cast it to 'B'")
 
 
@@ -65,15 +141,6 @@ def _check_view(codec: FrameCodec, page: PageView) -> None:
 def _is_writable_bytes(buffer: memoryview) -> bool:
     # Python only copies between views of the same format.
     return buffer.format == "B" and buffer.ndim == 1 and buffer.c_contiguous and not buffer.readonly
-
-
-def hits_in(answer: object, keys: int) -> int:
-    """Return how many of `keys` pages were found, read, stored or removed, by the answer of a verb."""
-    if not isinstance(answer, list):
-        return int(answer) if isinstance(answer, int) else 0
-    if not answer or isinstance(answer[0], bytes):  # a touch answers with the missing pages
-        return keys - len(answer)
-    return sum(one in (True, GetOutcome.HIT, SetOutcome.STORED, SetOutcome.PRESENT) for one in answer)
 
 
 def parents_of(keys: Sequence[bytes], parent: bytes | None) -> list[bytes | None]:
@@ -98,6 +165,15 @@ def runs(positions: Sequence[int]) -> Iterator[slice]:
         yield slice(found[0], found[-1] + 1)
 
 
+def hits_in(answer: object, keys: int) -> int:
+    """Return how many of `keys` pages were found, read, stored or removed, by the answer of a verb."""
+    if not isinstance(answer, list):
+        return int(answer) if isinstance(answer, int) else 0
+    if not answer or isinstance(answer[0], bytes):  # a touch answers with the missing pages
+        return keys - len(answer)
+    return sum(one in (True, GetOutcome.HIT, SetOutcome.STORED, SetOutcome.PRESENT) for one in answer)
+
+
 def _tally(counts: Counter[Outcome], outcomes: Sequence[Outcome]) -> None:
     # Most batches have one outcome; hashing it once instead of per page saves microseconds.
     first = outcomes[0]
@@ -107,44 +183,22 @@ def _tally(counts: Counter[Outcome], outcomes: Sequence[Outcome]) -> None:
         counts.update(outcomes)
 
 
-@contextlib.contextmanager
-def collected_errors() -> Iterator[list[str]]:
-    """Yield a list that gets the kinds of all errors that this thread counts within the context. Errors that a
-    composition counts on other threads are not in it."""
-    errors: list[str] = []
-    _collecting.errors = errors
-    try:
-        yield errors
-    finally:
-        _collecting.errors = None
-
-
-@contextlib.contextmanager
-def uncollected_errors() -> Iterator[None]:
-    """Keep the errors that this thread counts within the context out of the list of `collected_errors`."""
-    collected: list[str] | None = getattr(_collecting, "errors", None)
-    _collecting.errors = None
-    try:
-        yield
-    finally:
-        _collecting.errors = collected
-
-
 class Calls:
-    """Counts the verbs in flight in a backend, for which `close` waits, and their outcomes, for `statistics`.
+    """The calls in flight of one storage, and totals of their outcomes and errors.
 
-    `refusal` is the kind of error of a rejected verb. Deadlines and waits are in the time of `clock`.
+    `refusal` is the kind of error of a rejected call after `close`. Deadlines and waits are in the time of `clock`.
 
-    Locking design: `_lock` guards all fields; it is held for a few instructions, and never while a verb runs. `_left`
-    is its condition, for `close`; verbs take the lock itself, which is cheaper.
+    Locking design: `_lock` guards all fields, also those of derived classes; it is held for a few instructions, and
+    never during a call. `_changed` is its condition; calls take the lock itself, which is cheaper.
     """
 
-    def __init__(self, codec: FrameCodec, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, frame_bytes: int, clock: Clock) -> None:
         self._clock = clock
-        self._frame_bytes = codec.frame_bytes
-        self._lock = threading.Lock()
-        self._left = threading.Condition(self._lock)
-        self._calls = 0
+        self._frame_bytes = frame_bytes
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._in_flight: set[Call] = set()
+        self._uses = 0
         self._closed = False
         self.refusal = ErrorKind.CLOSED
         self._gets: Counter[GetOutcome] = Counter()
@@ -152,60 +206,61 @@ class Calls:
         self._corrupt: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
 
-    def make(self, deadline: float, pages: int, refused: T, work: Callable[[], T]) -> T:
-        """Return the result of `work`. A call after `close` or after its deadline is not made: then, and if it raises
-        StoreError, return `refused` and count `pages` errors."""
-        is_open = self.enter()
-        try:
-            if not is_open:
-                raise StoreError(self.refusal)
-            if self._clock() >= deadline:
-                raise StoreError(ErrorKind.DEADLINE)
-            return work()
-        except StoreError as error:
-            self.count(errors=[error.kind] * pages)
-            return refused
-        finally:
-            if is_open:
-                self.leave()
-
-    def enter(self) -> bool:
-        """Count the start of a verb; its end must call `leave`. Return False if the backend is closed."""
+    def enter(self, call: Call) -> None:
+        """Admit a call. May wait until its deadline. Raises StoreError if the call is rejected: after `close`, after
+        its deadline, or by `_admit`. `leave` must follow in any case."""
         with self._lock:
             if self._closed:
-                return False
-            self._calls += 1
-            return True
+                raise StoreError(self.refusal)
+            call.began_s = self._clock()
+            if call.began_s >= call.deadline:
+                raise StoreError(ErrorKind.DEADLINE)
+            self._admit(call)
+            call.is_admitted = True
+            self._in_flight.add(call)
 
-    def leave(self) -> None:
-        """Count the end of a verb."""
+    def leave(self, call: Call, answer: Any) -> None:
+        """Record the end of a call, its errors, and the outcomes in its answer."""
         with self._lock:
-            self._calls -= 1
-            if self._closed and not self._calls:
-                self._left.notify_all()
+            if call.is_admitted:
+                self._in_flight.remove(call)
+                self._end(call)
+                if self._closed:
+                    self._changed.notify_all()
+            if call.errors:
+                self._errors.update(call.errors)
+            if call.verb is Verb.GET:
+                _tally(self._gets, answer)
+            elif call.verb is Verb.SET:
+                _tally(self._sets, answer)
+        if call.report is not None:
+            call.report += call.errors
 
-    def count(
-        self,
-        *,
-        gets: Sequence[GetOutcome] = (),
-        sets: Sequence[SetOutcome] = (),
-        corrupt: Sequence[str] = (),
-        errors: Sequence[str] = (),
-    ) -> None:
-        """Count the outcomes of a batch. `corrupt` are reasons, `errors` kinds."""
-        if errors:
-            collected: list[str] | None = getattr(_collecting, "errors", None)
-            if collected is not None:
-                collected += errors
+    def _admit(self, call: Call) -> None:
+        """Under the lock: raise StoreError to reject a call."""
+
+    def _end(self, call: Call) -> None:
+        """Under the lock: note the end of an admitted call."""
+
+    @contextlib.contextmanager
+    def use(self) -> Iterator[bool]:
+        """Let `close` wait for the block too, which is not a call. Yields False after `close`."""
         with self._lock:
-            if gets:
-                _tally(self._gets, gets)
-            if sets:
-                _tally(self._sets, sets)
-            if corrupt:
-                self._corrupt.update(corrupt)
-            if errors:
-                self._errors.update(errors)
+            is_open = not self._closed
+            self._uses += is_open
+        try:
+            yield is_open
+        finally:
+            with self._lock:
+                self._uses -= is_open
+                if self._closed:
+                    self._changed.notify_all()
+
+    def count(self, *errors: str, corrupt: Sequence[str] = ()) -> None:
+        """Count errors outside calls by kind, and damaged pages by reason."""
+        with self._lock:
+            self._errors.update(errors)
+            self._corrupt.update(corrupt)
 
     def statistics(self) -> BackendStatistics:
         """Return a snapshot; byte counts are whole frames."""
@@ -221,18 +276,13 @@ class Calls:
             )
 
     def close(self, wait_s: float = math.inf) -> bool:
-        """Reject further verbs and wait for those in flight, at most `wait_s`. Return False if the backend was
-        already closed."""
+        """Reject further calls and wait for those in flight, at most `wait_s`. Return False if it was already closed.
+        """
         with self._lock:
             first = not self._closed
             self._closed = True
-            self._clock.wait_for(self._left, lambda: not self._calls, self._clock() + wait_s)
+            self._changed.notify_all()
+            self._clock.wait_for(
+                self._changed, lambda: not (self._in_flight or self._uses), self._clock() + wait_s
+            )
         return first
-
-    def after_fork(self) -> None:
-        """Reject all verbs in the child of a fork. Another thread of the parent may have held the lock at the fork."""
-        self._lock = threading.Lock()
-        self._left = threading.Condition(self._lock)
-        self._calls = 0
-        self._closed = True
-        self.refusal = ErrorKind.FORKED

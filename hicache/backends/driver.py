@@ -181,15 +181,6 @@ class HasIncidents(Protocol):
         """Return the totals so far. Any thread; does not block."""
 
 
-@runtime_checkable
-class HasFreeSpace(Protocol):
-    """A driver of a store on a volume that other programs use too."""
-
-    def free_bytes(self) -> int:
-        """Return how many bytes the store may still take; negative if it must give some back. May block. Raises
-        BackendUnavailable."""
-
-
 @dataclass(frozen=True, slots=True)
 class Swept:
     """The size of a store after the last complete listing by any engine, and the numbers of the last listing that was
@@ -204,8 +195,11 @@ class Swept:
 
 @runtime_checkable
 class SharesSweeps(Protocol):
-    """A driver of a store in which one engine lists and sweeps for all. The functions belong to the thread of the
-    sweeps, block, and raise BackendUnavailable."""
+    """A driver of a store in which one engine lists and sweeps for all, on a volume that other programs use too. The
+    functions belong to the thread of the sweeps, block, and raise BackendUnavailable."""
+
+    def free_bytes(self) -> int:
+        """Return how many bytes the store may still take; negative if it must give some back."""
 
     @property
     def swept(self) -> Swept:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from ..clock import SYSTEM_CLOCK, Clock
 from ..frame import FrameCodec, PageBuffer, unseal
 from .base import Direction, SetOutcome, StoredPage, Usage
+from .calls import Call
 from .compose import Levels, Part
 from .order import EvictionOrder
 from .pages import PageReads, PageWrites
@@ -212,18 +213,17 @@ class _KeptFirst(Levels):
         super().__init__(codec, parts, promote=False, cascade_bytes_max=None, clock=clock)
         self._storage = storage
 
-    def batch_set(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
+    def _set(
+        self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None
     ) -> list[SetOutcome]:
-        """See Storage."""
-        return self._storage.batch_set(keys, pages, parent=parent, deadline=deadline)
+        return self._storage.batch_set(keys, pages, parent=parent, deadline=call.deadline, errors=call.report)
 
-    def batch_touch(self, keys: Sequence[bytes], *, deadline: float) -> list[bytes]:
-        """See Storage. A page that only has its kept frame is missing: the frame can be freed at any time."""
-        return self._storage.batch_touch(keys, deadline=deadline)
+    def _touch(self, call: Call, keys: list[bytes]) -> list[bytes]:
+        """See Verbs. A page that only has its kept frame is missing: the frame can be freed at any time."""
+        return self._storage.batch_touch(keys, deadline=call.deadline, errors=call.report)
 
     def may_pass(self, direction: Direction) -> bool:
-        """See Storage."""
+        """See StoreGroup."""
         return self._storage.may_pass(direction)
 
 

@@ -9,7 +9,7 @@ listing: the limit may be overshot by the writes of one interval plus one listin
 pages; at worst each removes as many as one would. Where a driver `SharesSweeps`, one engine lists and sweeps for all.
 The others list once, at their start: the last listing of a sweep lacks what engines have written since and then died.
 
-The limit is lower while the store has less room: a driver that `HasFreeSpace` says how much is left, at each listing.
+The limit is lower while the store has less room: a driver that `SharesSweeps` says how much is left, at each listing.
 If the store itself rejects pages, for a quota of its own, a sweep makes some room, at most once per interval.
 
 The time of a page's last use comes from the clock of the server or of the writer, which may differ from this one. A
@@ -48,7 +48,7 @@ from ..units import format_size
 from .base import EvictionListener, PageId, SetOutcome, StoredPage
 from .calls import parent_outside, parents_of
 from .chains import Chains, parent_in, read_header
-from .driver import HasFreeSpace, Incidents, SharesSweeps, Swept
+from .driver import Incidents, SharesSweeps, Swept
 from .stored import StoredPages
 
 _log = logging.getLogger(__name__)
@@ -194,7 +194,6 @@ class CapacityLimit:
         self.on_evicted: EvictionListener = lambda keys: None
         self._stored = stored
         self._shared = stored.driver if isinstance(stored.driver, SharesSweeps) else None
-        self._volume = stored.driver if isinstance(stored.driver, HasFreeSpace) else None
         self._clock = clock
         self._interval_s = list_interval_s
         self._state = threading.Condition()
@@ -385,8 +384,8 @@ class CapacityLimit:
 
     def _limit_to_space(self) -> None:
         """Lower the limit to what the volume has room for."""
-        if self._volume is not None:
-            free = self._volume.free_bytes()
+        if self._shared is not None:
+            free = self._shared.free_bytes()
             with self._state:
                 ledger = self._ledger
                 ledger.limit_bytes = max(0, min(ledger.capacity_bytes, ledger.used_bytes + free))

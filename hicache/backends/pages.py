@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, TypeVar, cast
 
 from ..clock import SYSTEM_CLOCK, Clock
 from ..frame import (
@@ -93,9 +93,10 @@ class _Pages(Generic[Outcome]):
         if unsettled:
             why = kind or (ErrorKind.DEADLINE if self.is_late else ErrorKind.INTERNAL)
             self.errors += [why] * unsettled
+            self._outcomes = [error if outcome is None else outcome for outcome in self._outcomes]
         elif kind and not self.errors:
             self.errors.append(kind)
-        return [error if outcome is None else outcome for outcome in self._outcomes]
+        return cast(list[Outcome], self._outcomes)
 
 
 class PageReads(_Pages[GetOutcome], Generic[Found]):
@@ -117,11 +118,6 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
         self.damaged: list[Damaged[Found]] = []
         self.expired: list[Damaged[Found]] = []
         self._frames: dict[int, memoryview] = {}
-
-    @property
-    def corrupt(self) -> list[str]:
-        """The reason of each damaged page."""
-        return [one.reason for one in self.damaged]
 
     def __iter__(self) -> Iterator[int]:
         deadline, clock = self.deadline, self._clock
@@ -167,7 +163,10 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
         if damage is None:
             if frame is not None and isinstance(page, PageView):
                 page.scatter(frame)
-            return self._is_served(position, found)
+            if self.valid_s is not FOREVER:
+                return self._is_served(position, found)
+            self._outcomes[position] = GetOutcome.HIT
+            return True
         if damage.is_unsupported:
             self._outcomes[position] = GetOutcome.MISS  # not damaged: the page stays for other readers
             self.errors.append(damage.value)

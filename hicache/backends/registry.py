@@ -1,10 +1,10 @@
 """Backends by name: built-in, from an entry point of another package, or `module:Class`.
 
-A factory makes a `Driver`, or a `Storage` of several stores. It is a class, or a function annotated to return one, so
-that a configuration can be checked without opening a store. It takes a codec and its options: as keywords, or as one
-section if a parameter is annotated with a class derived from `hicache.config.Section`, which then checks them. Built-in
-factories take the sections of the configuration. A factory with a parameter that is annotated with `Clock` gets the
-clock of its store. Other packages add a factory in the entry-point group
+A factory makes a `Driver`; those of the built-in compositions make a `StoreGroup`. It is a class, or a function
+annotated to return one, so that a configuration can be checked without opening a store. It takes a codec and its
+options: as keywords, or as one section if a parameter is annotated with a class derived from `hicache.config.Section`,
+which then checks them. Built-in factories take the sections of the configuration. A factory with a parameter that is
+annotated with `Clock` gets the clock of its store. Other packages add a factory in the entry-point group
 `hicache.backends`; its name does not replace a built-in one.
 
 `hicache ls` and similar commands call the factory of a driver that `Inspects` its store without a codec (None). If such
@@ -31,7 +31,7 @@ from ..units import parse_size
 from .driver import Driver, Inspects
 from .limit import CapacityLimit
 from .retention import Retention
-from .storage import Storage
+from .storage import Storage, StoreGroup
 from .store import UNGUARDED, Store
 from .stored import StoredPages
 
@@ -40,7 +40,7 @@ _CAPACITY = "capacity"
 
 T = TypeVar("T")
 
-Factory: TypeAlias = Callable[..., Driver[Any] | Storage]
+Factory: TypeAlias = Callable[..., Driver[Any] | StoreGroup]
 # The options of a backend: a checked section, or the keywords of a plug-in.
 Options: TypeAlias = Section | Mapping[str, object]
 
@@ -146,15 +146,15 @@ def _parameters(factory: Callable[..., object] | None, base: type[T]) -> dict[st
 def open_spec(spec: BackendSpec, codec: FrameCodec, clock: Clock = SYSTEM_CLOCK) -> Storage:
     """Open the store of `spec`, or its composition, whose parts are stores. Blocks as the constructors do.
 
-    Raises ConfigError for an unknown name, options that the backend does not take or rejects, and a factory that makes
-    neither a Driver nor a Storage; BackendError as the backend does.
+    Raises ConfigError for an unknown name, options that the backend does not take or rejects, and a factory that does
+    not make a Driver; BackendError as the backend does.
     """
     factory, own, capacity_bytes = _resolve(spec.type, spec.options)
     made: object = _call(spec.type, factory, own, codec, clock)
-    if isinstance(made, Storage):
+    if isinstance(made, StoreGroup):
         return made
     if not isinstance(made, Driver):
-        raise ConfigError(f"backend {spec.type}: its factory made a {type(made).__name__}, not a Driver or a Storage")
+        raise ConfigError(f"backend {spec.type}: its factory made a {type(made).__name__}, not a Driver")
     guard, limit = spec.guard or UNGUARDED, None
     if capacity_bytes is not None:
         try:
@@ -177,8 +177,8 @@ def check_backend(type_name: str, options: Options) -> None:
     """Check that the factory of `type_name` makes backends and takes `options`, also for parts of a composition.
     Imports it, but opens nothing.
 
-    Raises ConfigError for an unknown name, for a factory that makes neither a Driver nor a Storage, and for options
-    that it does not take.
+    Raises ConfigError for an unknown name, for a factory that does not make drivers, and for options that it does not
+    take.
     """
     _resolve(type_name, options)
 
@@ -296,7 +296,7 @@ def _load(type_name: str, point: EntryPoint) -> Callable[..., object]:
 
 def _check_result(type_name: str, factory: Factory) -> type | None:
     """Return the class of what the factory makes, None if that is not known before. Raises ConfigError for another
-    class than a Driver or a Storage."""
+    class than a Driver or a StoreGroup."""
     made: object = factory
     if not isinstance(factory, type):
         function = factory if inspect.isroutine(factory) else type(factory).__call__
@@ -305,7 +305,7 @@ def _check_result(type_name: str, factory: Factory) -> type | None:
         except (AttributeError, NameError, TypeError):
             return None  # for example a name that only type checkers know; `open_spec` checks the result
     made = get_origin(made) or made
-    if not (isinstance(made, type) and (Storage in made.__mro__ or issubclass(made, Driver))):
+    if not (isinstance(made, type) and issubclass(made, (StoreGroup, Driver))):
         raise ConfigError(
             f"backend {type_name}: is not a Driver; use a class with the functions of hicache.backends.driver.Driver, "
             "or a function annotated to return one"

@@ -1,6 +1,6 @@
-"""Store: the shell around every driver, and the only place where a batch is checked, counted, limited and retried.
+"""Store: the shell around every driver, and the only place where a batch is limited, retried and contained.
 
-    arguments    checked once; a call after its deadline or after `close` is not made
+    arguments    checked once; a call after its deadline or after `close` is not made (see `verbs`)
     bytes        frames in flight are limited; a call over the limit waits, at most until its deadline
     breaker      a failing direction is not used; it is probed, and used again when it works
     hanging      a call that hangs past its deadline counts as failed while it hangs
@@ -13,12 +13,9 @@
 A call that is not made returns 0 or ERROR at once. A store abandons nothing: a hanging call keeps its thread and its
 frames until it returns. Its caller must cope with that (`supervised`).
 
-Longer than 500 lines because each verb passes all of these, in this order.
-
 Locking design: verbs run on their callers' threads, several at once, and hold no lock during a call of the driver.
-`Calls` and `AdmissionControl` lock themselves; the first is never used under the lock of the second. Probes and usage
-measurements run on separate threads (BackgroundTask), started when needed. `_close_lock` lets a second `close` wait for
-the first. `_usage`, `_sample` and the fields `_usage_...` are single references.
+`AdmissionControl` locks itself, once at the begin and once at the end of a call. Probes and usage measurements run on
+separate threads (BackgroundTask), started when needed. `_sample` and the fields `_usage_...` are single references.
 """
 
 from __future__ import annotations
@@ -44,16 +41,16 @@ from ..frame import FrameCodec, PageBuffer
 from ..supervised import SupervisedPool, WorkerFactory
 from .attempts import Attempts
 from .base import BackendStatistics, Direction, EvictionListener, GetOutcome, SetOutcome, Usage
-from .calls import Calls, check_batch, check_keys, hits_in, parent_outside, runs
+from .calls import Call, CallResult, check_keys, hits_in, parent_outside, runs
 from .driver import Driver, RegistersMemory, ReportsEvictions
 from .errors import RAISED, ErrorKind
 from .guard.admission import AdmissionControl, GuardStatistics
-from .guard.calls import Call, CallResult, Verb
 from .guard.health import REJECTED, HealthState, StoreHealth, problem
 from .guard.log import GuardLog
 from .guard.probes import Prober
 from .limit import CapacityLimit
 from .retention import Retention
+from .verbs import Verbs
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -88,9 +85,9 @@ _stores: weakref.WeakSet[Store] = weakref.WeakSet()
 
 
 @final
-class Store:
-    """Storage of one store; see the module's docstring, and `storage` for the verbs. Thread-safe. Owns `driver`,
-    `limit` and `retention`.
+class Store(Verbs):
+    """Storage of one store; see the module's docstring, and `verbs`. Thread-safe. Owns `driver`, `limit` and
+    `retention`.
 
     `name` is the store's name in metrics and messages. Deadlines are times of `clock`. `workers` makes the pools of its
     threads. The child of a fork rejects every verb (`errors["forked"]`): neither threads nor connections survive a
@@ -109,26 +106,23 @@ class Store:
         clock: Clock = SYSTEM_CLOCK,
         workers: WorkerFactory = SupervisedPool,
     ) -> None:
-        self.codec = codec
+        self.guard = instance("guard", guard, GuardConfig)
+        # One run probes both directions; a run that takes longer counts as hung.
+        patience_s = 2 * (self.guard.probe_timeout + self.guard.grace)
+        self._probes = BackgroundTask(
+            f"probe-{name}", self._probe, patience_s, on_error=self._count_internal, clock=clock, workers=workers
+        )
+        self._admission = AdmissionControl(self.guard, codec.frame_bytes, clock, self._probes.wake)
+        super().__init__(codec, self._admission)
         self.driver = driver
         self.name = name
-        self.guard = instance("guard", guard, GuardConfig)
         self._limit = limit
         self._sweepers = [one for one in (limit, retention) if one is not None]
         self._clock = clock
         self._closing = threading.Event()
-        self._close_lock = threading.Lock()
-        self._calls = Calls(codec, clock)
-        self._attempts = Attempts(driver, codec, name, self._calls, limit=limit, retention=retention, clock=clock)
-        self._log = GuardLog(name, clock)
-        self._usage = Usage(0, 0, None)
-        # One run probes both directions; a run that takes longer counts as hung.
-        patience_s = 2 * (self.guard.probe_timeout + self.guard.grace)
+        self._attempts = Attempts(driver, codec, name, self._admission, limit=limit, retention=retention, clock=clock)
         self._prober = Prober(self._attempts, codec.frame_bytes)
-        self._probes = BackgroundTask(
-            f"probe-{name}", self._probe, patience_s, on_error=self._count_internal, clock=clock, workers=workers
-        )
-        self._admission = AdmissionControl(self.guard, clock, self._probes.wake)
+        self._log = GuardLog(name, clock)
         self._sample: Usage | None = None
         self._usage_due_s, self._usage_took_s = -math.inf, 0.0
         self._usage_renewed = threading.Event()
@@ -142,104 +136,20 @@ class Store:
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        """See Storage."""
+        """See StoreGroup."""
         return (self,)
 
-    # The verbs, see Storage
+    # The verbs
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See Storage."""
+    def batch_touch(self, keys: Sequence[bytes], *, deadline: float, errors: list[str] | None = None) -> list[bytes]:
+        """See Verbs. Does nothing if the breaker is open. A failure is not retried and does not affect the breaker."""
         check_keys(keys)
-        if not keys:
-            return 0
-        return self._call(
-            Verb.EXISTS, len(keys), deadline, 0,
-            lambda call: self._look_up(call, lambda: self._attempts.prefix(keys, deadline)),
-        )  # fmt: skip
-
-    def batch_has(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
-        """See Storage."""
-        check_keys(keys)
-        if not keys:
-            return []
-        return self._call(
-            Verb.EXISTS, len(keys), deadline, [False] * len(keys),
-            lambda call: self._look_up(call, lambda: self._attempts.has(keys, deadline)),
-        )  # fmt: skip
-
-    def batch_get(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
-    ) -> list[GetOutcome]:
-        """See Storage. Until the store has read a sound page, the first pages of a batch are read before the rest."""
-        check_batch(self.codec, keys, pages)
-        if not keys:
-            return []
-        outcomes = self._call(
-            Verb.GET, len(keys), deadline, [GetOutcome.ERROR] * len(keys), lambda call: self._get(call, keys, pages)
-        )
-        self._calls.count(gets=outcomes)
-        return outcomes
-
-    def batch_set(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
-        """See Storage."""
-        check_batch(self.codec, keys, pages, parent)
-        if not keys:
-            return []
-        outcomes = self._call(
-            Verb.SET, len(keys), deadline, [SetOutcome.ERROR] * len(keys),
-            lambda call: self._set(call, keys, pages, parent),
-        )  # fmt: skip
-        self._calls.count(sets=outcomes)
-        return outcomes
-
-    def batch_touch(self, keys: Sequence[bytes], *, deadline: float) -> list[bytes]:
-        """See Storage. Does nothing if the breaker is open. A failure is not retried and does not affect the breaker.
-        """
-        check_keys(keys)
-        if not keys or not self.may_pass(Direction.WRITE):
-            return []
-
-        def touch(call: Call) -> list[bytes]:
-            missing, errors = self._attempts.touch(list(dict.fromkeys(keys)), deadline)
-            self._count(call, errors)
-            return missing
-
-        return self._call(Verb.TOUCH, len(keys), deadline, [], touch)
-
-    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See Storage."""
-        check_keys(keys)
-        distinct = list(dict.fromkeys(keys))
-        return self._call(Verb.DELETE, len(distinct), deadline, 0, lambda call: self._removal(
-            call, lambda: self._attempts.remove(distinct, deadline))) if keys else 0  # fmt: skip
-
-    def clear(self, *, deadline: float) -> int:
-        """See Storage."""
-        return self._call(
-            Verb.DELETE, 0, deadline, 0, lambda call: self._removal(call, lambda: self._attempts.clear(deadline))
-        )
-
-    def usage(self) -> Usage:
-        """See Storage. After `close`, and while the breaker is open, it returns the last usage, which is not an error.
-        """
-        if self._calls.enter():
-            try:
-                if self._admission.may_pass(Direction.READ):
-                    usage, kind = self._attempts.usage()
-                    if kind:
-                        self._calls.count(errors=[kind])
-                    if usage is not None:
-                        self._sample = self._usage = usage
-            finally:
-                self._calls.leave()
-        return self._usage
+        return super().batch_touch(keys, deadline=deadline, errors=errors) if self.may_pass(Direction.WRITE) else []
 
     def statistics(self) -> BackendStatistics:
         """Return totals since this store was opened. Does not block. Errors include the pages of rejected calls
         (`guard_open`, `guard_busy`) and exceptions of the driver (`raised_KeyError`)."""
-        found, incidents = self._calls.statistics(), self._attempts.incidents()
+        found, incidents = self._admission.statistics(), self._attempts.incidents()
         errors = Counter(found.errors)
         errors.update(incidents.errors)
         return replace(
@@ -247,47 +157,43 @@ class Store:
         )
 
     def register_memory(self, memory: memoryview) -> None:
-        """See Storage. A failure is counted and logged; pages are then copied. Does nothing after `close`."""
-        driver = self.driver
-        if not isinstance(driver, RegistersMemory) or not self._calls.enter():
-            return
+        """See StoreGroup. A failure is counted and logged; pages are then copied. Does nothing after `close`."""
+        with self._admission.use() as is_open:
+            if is_open and isinstance(self.driver, RegistersMemory):
+                self._register(self.driver, memory)
+
+    def _register(self, driver: RegistersMemory, memory: memoryview) -> None:
         try:
             driver.register_memory(memory)
         except InvalidInput:
             raise
         except BackendError as error:
-            self._calls.count(errors=["raised_registration"])
+            self._admission.count("raised_registration")
             logger.warning("storage %s: host memory is not registered, so its pages are copied: %s", self.name, error)
         except Exception as error:
-            self._calls.count(errors=[self._attempts.contained(error)])
-        finally:
-            self._calls.leave()
+            self._admission.count(self._attempts.contained(error))
 
     def watch_evictions(self, listener: EvictionListener) -> None:
-        """See Storage."""
+        """See StoreGroup."""
         if isinstance(self.driver, ReportsEvictions):
             self.driver.watch_evictions(self.codec.namespace, listener)
         for sweeper in self._sweepers:
             sweeper.on_evicted = listener
 
     def close(self) -> None:
-        """See Storage. Waits for calls in flight for at most the grace, then closes the driver anyway. Raises the
+        """See Verbs. Waits for calls in flight for at most the grace, then closes the driver anyway. Raises the
         driver's BackendError; any other exception of the driver is counted."""
         self._closing.set()
         for sweeper in self._sweepers:
             sweeper.stop()
-        self._admission.close()
         with self._close_lock:
-            if self._calls.close(self.guard.grace):
+            if self._admission.close(self.guard.grace):
                 _stores.discard(self)
-                self._shut()
+                self._probes.close(_CLOSE_S)
+                self._usage_task.close(_CLOSE_S)
+                self._attempts.close()
 
-    def _shut(self) -> None:
-        self._probes.close(_CLOSE_S)
-        self._usage_task.close(_CLOSE_S)
-        self._attempts.close()
-
-    # Additions to Storage
+    # The state
 
     @property
     def valid_s(self) -> tuple[float, float]:
@@ -295,7 +201,7 @@ class Store:
         return self._attempts.valid_s
 
     def may_pass(self, direction: Direction) -> bool:
-        """See Storage."""
+        """See StoreGroup."""
         return self._admission.may_pass(direction)
 
     def override(self, direction: Direction, mode: Override) -> None:
@@ -316,7 +222,7 @@ class Store:
 
     def guard_statistics(self) -> GuardStatistics:
         """Return the counters of admission and breakers. Does not block."""
-        return self._admission.statistics()
+        return self._admission.guard_statistics()
 
     def health(self) -> StoreHealth:
         """Return whether the store does what it is for. Does not block."""
@@ -341,30 +247,28 @@ class Store:
 
     # A call
 
-    def _call(self, verb: Verb, keys: int, deadline: float, refused: T, work: Callable[[Call], T]) -> T:
-        """Return the result of `work` for an admitted call, which has a span. A call that is not made returns `refused`
-        and counts an error for each page. A lookup or removal of any number of keys moves no bytes, and counts as one
-        page."""
-        moves = verb is Verb.GET or verb is Verb.SET
-        pages, size_bytes = (keys, keys * self.codec.frame_bytes) if moves else (1, 0)
+    def _call(self, call: Call, refused: T, work: Callable[..., T], *arguments: object) -> T:
+        """See Verbs. An admitted call has a span."""
+        return super()._call(call, refused, self._traced, work, *arguments)
 
-        def admitted() -> T:
-            with (
-                self._admission.enter(verb, pages, size_bytes, deadline) as call,
-                tracing.span("store." + verb, store=self.name, pages=keys, bytes=size_bytes) as span,
-            ):
-                answer = work(call)
-                if span is not None:
-                    tracing.note(span, hit_pages=hits_in(answer, keys), outcome=call.result.value)
-                return answer
+    def _traced(self, call: Call, work: Callable[..., T], *arguments: object) -> T:
+        with tracing.span("store." + call.verb, store=self.name, pages=call.keys, bytes=call.bytes) as span:
+            answer = work(call, *arguments)
+            if span is not None:
+                tracing.note(span, hit_pages=hits_in(answer, call.keys), outcome=call.result.value)
+        return answer
 
-        return self._calls.make(deadline, pages, refused, admitted)
+    def _exists(self, call: Call, keys: Sequence[bytes]) -> int:
+        return self._look_up(call, self._attempts.prefix, keys)
 
-    def _look_up(self, call: Call, look: Callable[[], tuple[T, Sequence[str]]]) -> T:
+    def _has(self, call: Call, keys: Sequence[bytes]) -> list[bool]:
+        return self._look_up(call, self._attempts.has, keys)
+
+    def _look_up(self, call: Call, look: Callable[..., tuple[T, Sequence[str]]], keys: Sequence[bytes]) -> T:
         """Make a lookup, and retry it once if it failed."""
         for is_retried in (False, True):
-            found, errors = look()
-            self._count(call, errors)
+            found, errors = look(keys, call.deadline)
+            self._note(call, errors)
             if not errors or call.cause == ErrorKind.NODE_DOWN:
                 call.result = CallResult.GOOD
                 break
@@ -377,14 +281,31 @@ class Store:
                 break
         return found
 
-    def _removal(self, call: Call, remove: Callable[[], tuple[int, Sequence[str]]]) -> int:
-        removed, errors = remove()
-        self._count(call, errors)
+    def _touch(self, call: Call, keys: list[bytes]) -> list[bytes]:
+        missing, errors = self._attempts.touch(keys, call.deadline)
+        self._note(call, errors)
+        return missing
+
+    def _delete(self, call: Call, keys: list[bytes]) -> int:
+        return self._removed(call, *self._attempts.remove(keys, call.deadline))
+
+    def _clear(self, call: Call) -> int:
+        return self._removed(call, *self._attempts.clear(call.deadline))
+
+    def _removed(self, call: Call, removed: int, errors: list[str]) -> int:
+        self._note(call, errors)
         if errors and errors[-1].startswith(RAISED):
             call.result = CallResult.RAISED
         return removed  # 0 is ambiguous: no such pages, or the store is down; so the result stays UNKNOWN
 
+    def _measure(self) -> Usage:
+        """See Verbs. While the breaker is open, it returns the last usage, which is not an error."""
+        if self._admission.may_pass(Direction.READ):
+            self._sample = self._usage = self._attempts.usage()
+        return self._usage
+
     def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
+        """See Verbs. Until the store has read a sound page, the first pages of a batch are read before the rest."""
         outcomes: list[GetOutcome] = []
         while len(outcomes) < len(keys):
             start = len(outcomes)
@@ -402,13 +323,14 @@ class Store:
     def _read_twice(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
         """Read pages, and retry the failed ones once."""
         outcomes, errors = self._attempts.read(keys, pages, call.deadline)
-        if errors:
-            self._count(call, errors)
+        if not errors:
+            return outcomes
+        self._note(call, errors)
         failed = [i for i, outcome in enumerate(outcomes) if outcome is GetOutcome.ERROR]
         again = failed[: self._may_retry(call, len(failed))] if failed else []
         if again:
             answers, errors = self._attempts.read([keys[i] for i in again], [pages[i] for i in again], call.deadline)
-            self._count(call, errors)
+            self._note(call, errors)
             for i, outcome in zip(again, answers, strict=True):
                 outcomes[i] = outcome
         return outcomes
@@ -418,7 +340,7 @@ class Store:
     ) -> list[SetOutcome]:
         def write(part: slice, before: bytes | None) -> list[SetOutcome]:
             found, errors = self._attempts.write(keys[part], pages[part], before, call.deadline)
-            self._count(call, errors)
+            self._note(call, errors)
             return found
 
         outcomes = write(slice(0, len(keys)), parent)
@@ -471,15 +393,16 @@ class Store:
         elif call.result is not CallResult.UNKNOWN and call.cause != ErrorKind.NODE_DOWN:
             call.kept = SetOutcome.ERROR
 
-    def _count(self, call: Call, errors: Sequence[str]) -> None:
-        """Count the errors of a call. The last one is its cause; NODE_DOWN only without other errors."""
+    @staticmethod
+    def _note(call: Call, errors: Sequence[str]) -> None:
+        """Add the errors to a call. The last one is its cause; NODE_DOWN only without other errors."""
         if errors:
             others = [kind for kind in errors if kind != ErrorKind.NODE_DOWN]
             call.cause = others[-1] if others else call.cause or ErrorKind.NODE_DOWN
-            self._calls.count(errors=errors)
+            call.errors += errors
 
     def _count_internal(self) -> None:
-        self._calls.count(errors=[ErrorKind.INTERNAL])
+        self._admission.count(ErrorKind.INTERNAL)
 
     # On the store's own threads
 
@@ -495,7 +418,7 @@ class Store:
                 begun, deadline = due
                 probe = self._prober.read if direction is Direction.READ else self._prober.write
                 ok, kept, kinds = probe(deadline)
-                self._calls.count(errors=kinds)
+                self._admission.count(*kinds)
                 self._admission.probed(direction, begun, ok, kinds[-1] if kinds else "", kept=kept)
         health, next_news_s = self._admission.health_news()
         if health is not None:
@@ -515,9 +438,8 @@ class Store:
 
     def after_fork(self) -> None:
         """Reject all verbs in the child of a fork, where other threads of the parent may have held the locks."""
-        self._calls.after_fork()
         self._close_lock = threading.Lock()
-        self._admission = AdmissionControl(self.guard, self._clock, lambda time_s: None)
+        self._admission.after_fork()
 
 
 def _after_fork() -> None:

@@ -25,7 +25,6 @@ from ..backends.slot import OpenBackend
 from ..backends.storage import Storage
 from ..clock import Clock
 from ..config import TransferConfig
-from ..errors import BackendError
 from ..keys import split_keys
 from ..supervised import SupervisedPool, WorkerFactory
 from ..tiers import HostPool
@@ -276,8 +275,6 @@ class StorageExecutor:
             lookup.called_s = self._clock()
             found = storage.backend.batch_exists(keys, deadline=self._deadline(lookup.called_s + lookup.call_s))
             lookup.called_s = math.inf
-            if type(found) is not int or not 0 <= found <= len(keys):
-                raise BackendError(f"the backend reports {found!r} of {len(keys)} pages as stored")
             lookup.hit_pages += found
             if found < len(keys):
                 return
@@ -303,12 +300,8 @@ class StorageExecutor:
             finally:
                 self._reading.end(read, self._clock(), len(keys))
             read.called_s = math.inf
-            require_answers(outcomes, GetOutcome, len(keys))
             hits = 0
-            # A hit counts only if the frame contains the page: the backend may not have filled it.
             while hits < len(keys) and outcomes[hits] is GetOutcome.HIT:
-                if not backend.codec.is_sealed(keys[hits], frames[hits]):
-                    raise BackendError("the backend reports a hit but has not filled the frame with that page")
                 if read.codec is not None:  # one that was compressed in storage has no tag
                     read.codec.ensure_tag(keys[hits], frames[hits])
                 hits += 1
@@ -320,7 +313,7 @@ class StorageExecutor:
 
     def read_apart(self, read: Read) -> None:
         """Make a read that was not submitted, on the caller's thread, and leave its store. Blocks. Raises as the store,
-        and BackendError for a wrong answer; the pages before it have arrived."""
+        and then the pages before it have arrived."""
         self._apart.add(read)
         try:
             self.read(read, lambda: None)
@@ -403,7 +396,6 @@ class StorageExecutor:
                 if self._clock() >= deadline:
                     return False
                 outcomes = storage.backend.batch_set(keys, frames, parent=parent, deadline=deadline)
-            require_answers(outcomes, SetOutcome, len(keys))
             store.stored_pages += outcomes.count(SetOutcome.STORED)
             if not all(outcome.is_stored for outcome in outcomes):
                 return False
@@ -435,9 +427,3 @@ def _any_damage(store: Store, start: int, keys: Sequence[bytes], frames: Sequenc
             store.damage = number, damage
             return True
     return False
-
-
-def require_answers(answers: object, kind: type, count: int) -> None:
-    """Raise BackendError if a backend's answer is not one value of `kind` per page."""
-    if not isinstance(answers, list) or len(answers) != count or not all(type(one) is kind for one in answers):
-        raise BackendError(f"the backend did not answer with {count} {kind.__name__} values")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Annotated, Any, TypeVar
 
 from fastapi import FastAPI, Path, Query, Request
@@ -245,7 +246,7 @@ def _add_lookups(app: FastAPI, node: Node) -> None:
         """Return how many of the keys are stored up to the first hole."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
         found = node.find(namespace)
-        pages, errors = await node.call(found, lambda: found.store.batch_exists(keys, deadline=deadline))
+        pages, errors = await node.call(found, partial(found.store.batch_exists, keys, deadline=deadline))
         return Pages(pages=pages, errors=errors)
 
     @_post(app, "has")
@@ -253,7 +254,7 @@ def _add_lookups(app: FastAPI, node: Node) -> None:
         """Return for each of the keys whether it is stored."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
         found = node.find(namespace)
-        stored, errors = await node.call(found, lambda: found.store.batch_has(keys, deadline=deadline))
+        stored, errors = await node.call(found, partial(found.store.batch_has, keys, deadline=deadline))
         return Stored(stored=stored, errors=errors)
 
     @_post(app, "touch")
@@ -261,7 +262,7 @@ def _add_lookups(app: FastAPI, node: Node) -> None:
         """Count pages as used. Return for each whether it may be stored (False: known to be missing)."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
         found = node.find(namespace)
-        missing, errors = await node.call(found, lambda: found.store.batch_touch(keys, deadline=deadline))
+        missing, errors = await node.call(found, partial(found.store.batch_touch, keys, deadline=deadline))
         gone = set(missing)
         return Stored(stored=[key not in gone for key in keys], errors=errors)
 
@@ -274,9 +275,9 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
         found, mapping = node.find(namespace), node.memories.find(body.memory, body.mapping)
         _require_equal(len(keys), len(body.frames))
 
-        def read() -> Any:
+        def read(errors: list[str]) -> Any:
             with node.memories.frames(mapping, body.frames, found.wire.frame_bytes) as frames:
-                return found.store.batch_get(keys, frames, deadline=deadline)
+                return found.store.batch_get(keys, frames, deadline=deadline, errors=errors)
 
         outcomes, errors = await node.call(found, read)
         return GetOutcomes(outcomes=outcomes, errors=errors)
@@ -289,9 +290,9 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
         found, mapping = node.find(namespace), node.memories.find(body.memory, body.mapping)
         _require_equal(len(keys), len(body.frames))
 
-        def write() -> Any:
+        def write(errors: list[str]) -> Any:
             with node.memories.frames(mapping, body.frames, found.wire.frame_bytes) as frames:
-                return found.store.batch_set(keys, frames, parent=parent, deadline=deadline)
+                return found.store.batch_set(keys, frames, parent=parent, deadline=deadline, errors=errors)
 
         outcomes, errors = await node.call(found, write)
         return SetOutcomes(outcomes=outcomes, errors=errors)
@@ -301,21 +302,21 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
         """Remove pages."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
         found = node.find(namespace)
-        pages, errors = await node.call(found, lambda: found.store.delete(keys, deadline=deadline))
+        pages, errors = await node.call(found, partial(found.store.delete, keys, deadline=deadline))
         return Pages(pages=pages, errors=errors)
 
     @_post(app, "clear")
     async def clear(namespace: NamespacePath, body: Deadline) -> Pages:
         """Remove all pages of the namespace."""
         found, deadline = node.find(namespace), _deadline(node, body.timeout_s)
-        pages, errors = await node.call(found, lambda: found.store.clear(deadline=deadline))
+        pages, errors = await node.call(found, partial(found.store.clear, deadline=deadline))
         return Pages(pages=pages, errors=errors)
 
     @app.get("/v1/namespaces/{namespace}/usage", tags=["pages"], responses=_REFUSALS)
     async def usage(namespace: NamespacePath) -> UsageAnswer:
         """Return the pages and bytes stored in the namespace."""
         found = node.find(namespace)
-        counted, _ = await node.call(found, found.store.usage)
+        counted, _ = await node.call(found, lambda errors: found.store.usage())
         return UsageAnswer(pages=counted.pages, bytes=counted.bytes, capacity_bytes=counted.capacity_bytes)
 
 

@@ -48,8 +48,8 @@ class PagesAnswer(Response):
         async with self._staging.piece(len(keys) * size, self._deadline) as piece:
             frames = _frames(piece, size)
 
-            def read() -> list[GetOutcome]:
-                outcomes = found.store.batch_get(keys, frames, deadline=self._deadline)
+            def read(errors: list[str]) -> list[GetOutcome]:
+                outcomes = found.store.batch_get(keys, frames, deadline=self._deadline, errors=errors)
                 for key, frame, outcome in zip(keys, frames, outcomes, strict=True):
                     if outcome is GetOutcome.HIT:
                         _seal_for_wire(found.wire, key, frame)
@@ -93,7 +93,7 @@ async def write_pages(  # noqa: PLR0917 - a request and its destination
         await connection.receive_pages(request.receive, [memoryview(names), *frames], [None, *tags])
         keys = [bytes(names[start : start + PAGE_KEY_BYTES]) for start in range(0, len(names), PAGE_KEY_BYTES)]
 
-        def store() -> tuple[list[SetOutcome], bool]:
+        def store(errors: list[str]) -> tuple[list[SetOutcome], bool]:
             sound = 0
             for key, frame, tag in zip(keys, frames, tags, strict=True):
                 if wire.accept(key, frame, size, tag) is not None:
@@ -102,7 +102,9 @@ async def write_pages(  # noqa: PLR0917 - a request and its destination
             outcomes: list[SetOutcome] = []
             if sound:
                 pages = [wire.copy_in(frame) if are_copies else frame for frame in frames[:sound]]
-                outcomes = namespace.store.batch_set(keys[:sound], pages, parent=parent, deadline=deadline)
+                outcomes = namespace.store.batch_set(
+                    keys[:sound], pages, parent=parent, deadline=deadline, errors=errors
+                )
             return outcomes + [SetOutcome.ERROR] * (count - sound), sound < count
 
         (outcomes, is_damaged), errors = await node.call(namespace, store)

@@ -1,4 +1,4 @@
-"""One namespace that engines have opened: its store behind the nine verbs, its wire codec, and its threads.
+"""One namespace that engines have opened: its store behind the eight verbs, its wire codec, and its threads.
 
 A call runs on a thread of its namespace, so that a store that hangs blocks only the threads of its own namespace. Calls
 wait for a thread in order of arrival; their deadline starts with the arrival. Threads start when there is work for

@@ -21,7 +21,6 @@ from typing import TypeVar, cast
 
 from ..arguments import model_label
 from ..backends.base import Direction, GetOutcome
-from ..backends.calls import collected_errors
 from ..backends.compose import copies_of
 from ..backends.errors import ErrorKind
 from ..backends.opening import StorageOpener
@@ -158,17 +157,17 @@ class Node:
             raise not_open()
         return found
 
-    async def call(self, namespace: Namespace, verb: Callable[[], T]) -> tuple[T, list[str]]:
-        """Run a verb on a thread of its namespace; return its result, and the kinds of errors that it counted. Raises
-        Refused.
+    async def call(self, namespace: Namespace, verb: Callable[..., T]) -> tuple[T, list[str]]:
+        """Run a verb on a thread of its namespace; return its result, and the kinds of its errors, for which it gets
+        a list `errors`. Raises Refused.
 
         Errors of one of several stores are not returned while another one works: the guard of an engine would consider
         the whole daemon down. Pages that could not be read are then misses. With a pool, SharedStore does the same.
         """
 
         def call() -> tuple[T, list[str]]:
-            with collected_errors() as errors:
-                answer = verb()
+            errors: list[str] = []
+            answer = verb(errors=errors)
             if errors and _bears_failures(namespace.store):
                 return _as_misses(answer), []
             return answer, errors

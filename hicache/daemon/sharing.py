@@ -27,10 +27,10 @@ from collections.abc import Iterator, Sequence
 
 from .. import tracing
 from ..backends.base import BackendStatistics, Direction, GetOutcome, SetOutcome, Usage
-from ..backends.calls import parent_outside, parents_of, runs, uncollected_errors
+from ..backends.calls import Call, Calls, Verb, parent_outside, parents_of, runs
 from ..backends.compose.interleave import interleaved_prefix
 from ..backends.errors import ErrorKind, StoreError
-from ..backends.storage import Storage
+from ..backends.storage import Storage, StoreGroup
 from ..backends.store import Store
 from ..clock import SYSTEM_CLOCK, Clock
 from ..frame import FrameCodec, PageBuffer
@@ -38,11 +38,10 @@ from .flights import Arrival, Flight, Waiter
 from .pool import PagePool, PooledPage
 from .shared_slot import Attached, SharedSlot
 from .statistics import SharingStatistics
-from .verbs import Verbs
 from .verified import VerifiedPages, parent_of
 
 
-class SharedStore(Verbs):
+class SharedStore(StoreGroup):
     """See the module's docstring. Thread-safe. `slot` has the store behind the pool, which keeps its pages when the
     store is replaced; `inner` is the first store, None for only the pool. `label` is for messages. `pages` are its
     pages in the pool, to be pinned and counted. Raises InvalidInput if `inner` is of another namespace or page size."""
@@ -51,7 +50,9 @@ class SharedStore(Verbs):
         self, codec: FrameCodec, pool: PagePool, inner: Storage | None, *, label: str = "",
         slot: SharedSlot | None = None, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
-        super().__init__(codec, clock)
+        self._counted = Calls(codec.frame_bytes, clock)
+        super().__init__(codec, self._counted)
+        self._clock = clock
         self.slot = slot or SharedSlot(codec, clock=clock)
         if inner is not None:
             self.slot.start(inner)
@@ -64,13 +65,13 @@ class SharedStore(Verbs):
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        """See Storage. Empty while no store is open."""
+        """See StoreGroup. Empty while no store is open."""
         return tuple(store for backend in self.slot.open_backends() for store in backend.stores)
 
     def statistics(self) -> BackendStatistics:
         """Return the counts of this store's callers, with the errors, the damage and the evictions of all stores that
         were behind it."""
-        return self.slot.with_totals(self._calls.statistics())
+        return self.slot.with_totals(self._counted.statistics())
 
     def sharing(self) -> SharingStatistics:
         """Return the sources of readers' pages. Does not block."""
@@ -98,9 +99,9 @@ class SharedStore(Verbs):
         finally:
             self.slot.leave(entry)
 
-    def _asking(self) -> contextlib.AbstractContextManager[None]:
-        """Surround a call of the store; its errors are not those of this call if the pool stands in."""
-        return uncollected_errors() if self.stands_in else contextlib.nullcontext()
+    def _report(self, call: Call) -> list[str] | None:
+        """Return the list for errors of the store: the caller's, unless the pool stands in for the store."""
+        return None if self.stands_in else call.report
 
     def _tally(self, **pages: int) -> None:
         with self._lock:
@@ -108,32 +109,33 @@ class SharedStore(Verbs):
 
     # Lookups
 
-    def prefix(self, keys: Sequence[bytes], deadline: float) -> int:
+    def _exists(self, call: Call, keys: Sequence[bytes]) -> int:
         """See Verbs. A page counts if the pool or the store has it. The pages behind the prefix are misses."""
-        there = [*self._pool.has(self._space, keys), False]
-        with self._using() as attached, self._asking(), tracing.span("pool.exists", pages=len(keys)) as span:
+        there, report = [*self._pool.has(self._space, keys), False], self._report(call)
+        with self._using() as attached, tracing.span("pool.exists", pages=len(keys)) as span:
             looks = [lambda found: there.index(False, found) - found]
             inner = attached.backend
             if inner is not None:
-                looks.append(lambda found: inner.batch_exists(keys[found:], deadline=deadline))
+                looks.append(lambda found: inner.batch_exists(keys[found:], deadline=call.deadline, errors=report))
             found = interleaved_prefix(len(keys), looks)
             tracing.note(span, hit_pages=found)
         self._tally(misses=len(keys) - found)
         return found
 
-    def has(self, keys: Sequence[bytes], deadline: float) -> list[bool]:
+    def _has(self, call: Call, keys: Sequence[bytes]) -> list[bool]:
         """See Verbs. A page counts if the pool or the store has it. The other pages are misses."""
         found = self._pool.has(self._space, keys)
         missing = [position for position, there in enumerate(found) if not there]
-        with self._using() as attached, self._asking():
+        with self._using() as attached:
             if missing and attached.backend is not None:
-                answers = attached.backend.batch_has([keys[p] for p in missing], deadline=deadline)
+                asked, report = [keys[p] for p in missing], self._report(call)
+                answers = attached.backend.batch_has(asked, deadline=call.deadline, errors=report)
                 for position, there in zip(missing, answers, strict=True):
                     found[position] = there
         self._tally(misses=found.count(False))
         return found
 
-    def use(self, keys: Sequence[bytes], deadline: float) -> list[bytes]:
+    def _touch(self, call: Call, keys: list[bytes]) -> list[bytes]:
         """See Verbs. Applies to pool and store: a page that is hot in one of them does not age in the other.
 
         A page that only the pool has is not missing. While no call reaches the store, pages that the pool does not have
@@ -141,40 +143,39 @@ class SharedStore(Verbs):
         """
         self._pool.use(self._space, keys)
         absent = [key for key, there in zip(keys, self._pool.has(self._space, keys), strict=True) if not there]
-        with self._using() as attached, self._asking():
+        with self._using() as attached:
             inner = attached.backend
             if inner is not None and (inner.may_pass(Direction.WRITE) or not self.stands_in):
-                missing = set(inner.batch_touch(keys, deadline=deadline))
+                missing = set(inner.batch_touch(keys, deadline=call.deadline, errors=self._report(call)))
                 absent = [key for key in absent if key in missing]
         return absent
 
     # Reads
 
-    def get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float) -> list[GetOutcome]:
+    def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
         """See Verbs. Pages come from the pool, from the read of another call, or from the store."""
         with self._using() as attached, tracing.span("pool.get", pages=len(keys)) as span:
-            outcomes = (read := _Read(self, attached, keys, pages, deadline)).run()
+            outcomes = (read := _Read(self, attached, call, keys, pages)).run()
             tracing.note(span, **read.counts)
         return outcomes
 
     def warm(self, keys: Sequence[bytes], deadline: float) -> None:
         """Read pages from the store into free room of the pool, without counting a reader. Evicts nothing. Blocks."""
-
-        def read() -> None:
-            with self._using() as attached:
-                _Read(self, attached, keys, [self.codec.scratch_frame() for _ in keys], deadline, is_warmup=True).run()
-
         if keys:
-            self._calls.make(deadline, 1, None, read)
+            self._call(Call(Verb.EXISTS, len(keys), 0, deadline), None, self._warm, keys)
+
+    def _warm(self, call: Call, keys: Sequence[bytes]) -> None:
+        with self._using() as attached:
+            _Read(self, attached, call, keys, [self.codec.scratch_frame() for _ in keys], is_warmup=True).run()
 
     # Stores
 
-    def put(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
+    def _set(
+        self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None
     ) -> list[SetOutcome]:
         """See Verbs and the module's docstring."""
         with self._using() as attached, tracing.span("pool.set", pages=len(keys)):
-            outcomes = _Write(self, attached, keys, pages, parent, deadline).run()
+            outcomes = _Write(self, attached, call, keys, pages, parent).run()
         self._pool.use(self._space, keys)
         return outcomes
 
@@ -196,36 +197,39 @@ class SharedStore(Verbs):
             attached.reads.detach(keys)
             attached.writes.detach(keys)
 
-    def remove(self, keys: Sequence[bytes], deadline: float) -> int:
+    def _delete(self, call: Call, keys: list[bytes]) -> int:
         """See Verbs. A page in the pool and in the store counts once."""
         with self._using() as attached, self._deleting(attached, keys) as there:
             inner, removed = attached.backend, len(there)
             if inner is not None and there:
-                inner.delete([key for key in keys if key in there], deadline=deadline)
+                inner.delete([key for key in keys if key in there], deadline=call.deadline, errors=call.report)
             rest = [key for key in keys if key not in there]
             if inner is not None and rest:
-                removed += inner.delete(rest, deadline=deadline)
+                removed += inner.delete(rest, deadline=call.deadline, errors=call.report)
         return removed
 
-    def remove_all(self, deadline: float) -> int:
+    def _clear(self, call: Call) -> int:
         """See Verbs. Returns the larger count of the pool and the store."""
         with self._using() as attached, self._deleting(attached, None) as there:
-            return max(len(there), 0 if attached.backend is None else attached.backend.clear(deadline=deadline))
+            inner = attached.backend
+            return max(len(there), 0 if inner is None else inner.clear(deadline=call.deadline, errors=call.report))
 
     # The whole
 
-    def measure(self) -> Usage:
+    def _measure(self) -> Usage:
         """See Verbs. The store's usage; without a store, that of the pool."""
         with self._using() as attached:
             if attached.backend is not None:
                 return attached.backend.usage()
         return self._pool.usage(self._space, self.codec.frame_bytes)
 
-    def shut(self) -> None:
+    def close(self) -> None:
         """See Verbs. The pages of this namespace leave the pool unless it is open elsewhere."""
-        self.slot.end(0.0)
-        self.slot.close()
-        self._pool.close(self._space)
+        with self._close_lock:
+            if self._counted.close():
+                self.slot.end(0.0)
+                self.slot.close()
+                self._pool.close(self._space)
 
 
 class _Read:
@@ -233,14 +237,14 @@ class _Read:
     the pool although no reader waits for them, and are not counted."""
 
     def __init__(
-        self, store: SharedStore, attached: Attached, keys: Sequence[bytes], pages: Sequence[PageBuffer],
-        deadline: float, *, is_warmup: bool = False,
+        self, store: SharedStore, attached: Attached, call: Call, keys: Sequence[bytes],
+        pages: Sequence[PageBuffer], *, is_warmup: bool = False,
     ) -> None:  # fmt: skip
         self._store = store
         self._pool, self._space = store._pool, store._space
         self._inner, self._flights = attached.backend, attached.reads
         self._keys, self._pages = keys, pages
-        self._deadline = deadline
+        self._call, self._deadline, self._report = call, call.deadline, store._report(call)
         self._is_warmup = is_warmup
         self._outcomes: dict[bytes, GetOutcome] = {}
         self._waiter: Waiter[Arrival] = Waiter(pages, store._clock)
@@ -295,8 +299,7 @@ class _Read:
 
     def _read(self, inner: Storage, positions: Sequence[int]) -> list[GetOutcome]:
         keys, pages = [self._keys[p] for p in positions], [self._pages[p] for p in positions]
-        with self._store._asking():
-            answers = inner.batch_get(keys, pages, deadline=self._deadline)
+        answers = inner.batch_get(keys, pages, deadline=self._deadline, errors=self._report)
         for position, answer in zip(positions, answers, strict=True):
             self._settle(position, answer, "store_hits")
         return answers
@@ -363,9 +366,7 @@ class _Read:
             for key in self._unpooled:
                 if self._outcomes.get(key, GetOutcome.ERROR) is GetOutcome.ERROR:
                     self._settle(first[key], GetOutcome.MISS, "")
-        late = sum(key not in self._outcomes for key in self._keys)
-        if late:
-            self._store.count(*[ErrorKind.DEADLINE] * late)
+        self._call.errors += [ErrorKind.DEADLINE] * sum(key not in self._outcomes for key in self._keys)
         outcomes = [self._outcomes.get(key, GetOutcome.ERROR) for key in self._keys]
         for position, key in enumerate(self._keys):
             if first[key] != position and outcomes[position] is GetOutcome.HIT:
@@ -381,15 +382,15 @@ class _Write:
     """One `put` of a shared store: first into the pool, then into the store."""
 
     def __init__(
-        self, store: SharedStore, attached: Attached, keys: Sequence[bytes], pages: Sequence[PageBuffer],
-        parent: bytes | None, deadline: float,
+        self, store: SharedStore, attached: Attached, call: Call, keys: Sequence[bytes],
+        pages: Sequence[PageBuffer], parent: bytes | None,
     ) -> None:  # fmt: skip
         self._store = store
         self._pool, self._space = store._pool, store._space
         self._inner, self._flights = attached.backend, attached.writes
         self._keys, self._pages = keys, pages
         self._parents = parents_of(keys, parent)
-        self._deadline = deadline
+        self._call, self._deadline, self._report = call, call.deadline, store._report(call)
         self._since = self._pool.now()  # pages used from now on are not evicted by this call
         if parent is not None:
             self._pool.use(self._space, [parent])
@@ -463,10 +464,9 @@ class _Write:
         answers = [SetOutcome.REJECTED] * (run.stop - run.start)
         if self._inner is not None:
             before = parent_outside(self._keys[run], self._parents[run.start])
-            with self._store._asking():
-                answers = self._inner.batch_set(
-                    self._keys[run], self._pages[run], parent=before, deadline=self._deadline
-                )
+            answers = self._inner.batch_set(
+                self._keys[run], self._pages[run], parent=before, deadline=self._deadline, errors=self._report
+            )
         for position, answer in enumerate(answers, run.start):
             self._settle(position, answer)
 
@@ -476,7 +476,7 @@ class _Write:
         if not is_stored and (self._store.stands_in or self._inner is None):
             answer = self._in_pool[position]
         if isinstance(answer, ErrorKind):
-            self._store.count(answer)
+            self._call.errors.append(answer)
             answer = SetOutcome.ERROR
         self._outcomes[position] = answer
 

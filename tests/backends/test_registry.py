@@ -16,7 +16,7 @@ from hicache.backends.mooncake.driver import MooncakeDriver
 from hicache.backends.redis import RedisDriver
 from hicache.backends.registry import BackendSpec, check_backend, open_spec
 from hicache.backends.s3 import S3Driver
-from hicache.backends.storage import Storage
+from hicache.backends.storage import StoreGroup
 from hicache.backends.testing import driver_of, open_backend
 from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
 from hicache.config import HiCacheConfig, Section
@@ -104,16 +104,19 @@ class _Late:
 late = _Late()
 
 
-class Abstract(Storage):
+class Abstract(StoreGroup):
     """A backend without the abstract methods."""
 
+    def __init__(self, codec: FrameCodec) -> None:
+        super().__init__(codec, None)
 
-def fails(codec: FrameCodec) -> Storage:
+
+def fails(codec: FrameCodec) -> MemoryDriver:
     """A factory whose call raises TypeError."""
     raise TypeError("5 is no codec")
 
 
-def lies(codec: FrameCodec) -> Storage:
+def lies(codec: FrameCodec) -> MemoryDriver:
     """A factory that does not return its annotated type."""
     return "a store"  # type: ignore[return-value]
 
@@ -169,7 +172,7 @@ def by_keyword(codec: FrameCodec, name: str = "shelf", *, chosen: ShelfOptions |
     return Shelf(codec, chosen)
 
 
-def needs_more(codec: FrameCodec, options: ShelfOptions, more: int) -> Storage:
+def needs_more(codec: FrameCodec, options: ShelfOptions, more: int) -> MemoryDriver:
     """A factory with a required parameter that no configuration can give."""
     raise NotImplementedError
 

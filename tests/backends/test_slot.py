@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import Direction, GetOutcome
+from hicache.backends.calls import Call
 from hicache.backends.guard import CONFIRM_S, Override
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.slot import OPEN_DEADLINE_S, REOPEN_S_MIN, Entry, OpenBackend, Overrides, Slot
@@ -40,9 +41,9 @@ class Backend(Passing):
         self.closes = self.late_calls = 0
         self._trouble = trouble
 
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
+    def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
         self.late_calls += self.closes
-        return super().batch_get(keys, pages, deadline=deadline)
+        return super()._get(call, keys, pages)
 
     def close(self) -> None:
         self.closes += 1

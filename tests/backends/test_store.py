@@ -216,7 +216,7 @@ def test_close_waits_for_each_verb() -> None:
         reading = threads.submit(store.batch_get, KEYS, empty_frames(CODEC, 4), deadline=soon())
         assert entered.wait(10)
         closing = threads.submit(store.close)
-        wait_for(lambda: store._calls._closed)
+        wait_for(lambda: store._admission._closed)
         assert not closing.done()
         go_on.set()
         closing.result(10)

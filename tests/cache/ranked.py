@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 
 from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.calls import Call
 from hicache.backends.memory import MemoryDriver
 from hicache.cache import RequestKV
 from hicache.frame import PageBuffer
@@ -51,27 +52,25 @@ class UnreliableBackend(LastingBackend):
         if self._happens(self.failures):
             raise RuntimeError("driver bug")
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+    def _exists(self, call: Call, keys: Sequence[bytes]) -> int:
         self._delay()
-        found = super().batch_exists(keys, deadline=deadline)
+        found = super()._exists(call, keys)
         return self._numbers.randint(0, found) if self._happens(self.misses) else found
 
-    def batch_get(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
-    ) -> list[GetOutcome]:  # fmt: skip
+    def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:  # fmt: skip
         self._delay()
         if self._happens(self.misses):
-            self.delete([self._numbers.choice(list(keys))], deadline=deadline)
-        return super().batch_get(keys, pages, deadline=deadline)
+            self.delete([self._numbers.choice(list(keys))], deadline=call.deadline)
+        return super()._get(call, keys, pages)
 
-    def batch_set(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
+    def _set(
+        self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None
     ) -> list[SetOutcome]:  # fmt: skip
         self._delay()
         self.set_pages += len(keys)
         if self._happens(self.failures):
             return [SetOutcome.ERROR] * len(keys)
-        return super().batch_set(keys, pages, parent=parent, deadline=deadline)
+        return super()._set(call, keys, pages, parent)
 
 
 class UnevenCopies(CpuCopyEngine):

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import Direction, SetOutcome
+from hicache.backends.calls import Call
 from hicache.backends.guard import Override
 from hicache.config import HiCacheConfig
 from hicache.controller.ranks import TorchRankGroup
@@ -70,13 +71,13 @@ class FullBackend(LastingBackend):
         super().__init__(codec())
         self.left, self.calls = pages, 0
 
-    def batch_set(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
+    def _set(
+        self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None
     ) -> list[SetOutcome]:
         self.calls += 1
         taken = min(self.left, len(keys))
         self.left -= taken
-        outcomes = super().batch_set(keys[:taken], pages[:taken], parent=parent, deadline=deadline)
+        outcomes = super()._set(call, keys[:taken], pages[:taken], parent)
         return outcomes + [SetOutcome.REJECTED] * (len(keys) - taken)
 
 

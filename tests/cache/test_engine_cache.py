@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from hicache.backends.base import GetOutcome
+from hicache.backends.calls import Call
 from hicache.backends.storage import Storage
 from hicache.cache import EngineCache, create_cache
 from hicache.cache.engine_cache import Found, Prefix
@@ -389,8 +390,8 @@ def build(
 class _BatchByBatch(GatedBackend):
     """A store that reads one batch for each `reads.set()`."""
 
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
-        outcomes = super().batch_get(keys, pages, deadline=deadline)
+    def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
+        outcomes = super()._get(call, keys, pages)
         self.reads.clear()
         return outcomes
 

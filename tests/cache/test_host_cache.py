@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import Direction, GetOutcome
+from hicache.backends.calls import Call
 from hicache.cache import HostCache, HostLoad, HostMatch, create_host_cache
 from hicache.cache.break_even import BreakEven, Rates
 from hicache.cache.statistics import NO_TIER
@@ -556,13 +557,11 @@ def test_a_closed_cache_rejects_new_operations_and_ends_running_ones() -> None:
 
 def test_pages_that_arrive_after_a_lookup_are_found_by_the_next_one_until_the_request_begins() -> None:
     class SlowReads(GatedBackend):
-        def batch_get(
-            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
-        ) -> list[GetOutcome]:
+        def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
             if self.pages_read < 3:
                 self.pages_read += len(keys)
-                return self.inner.batch_get(keys, pages, deadline=deadline)
-            return super().batch_get(keys, pages, deadline=deadline)
+                return self.inner.batch_get(keys, pages, deadline=call.deadline)
+            return super()._get(call, keys, pages)
 
     key = prompt(*range(1, 9), tail=0)
     backend = filled(SlowReads(), key)

@@ -7,11 +7,11 @@ import math
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any, ClassVar, cast
 
 import pytest
 
 from hicache.backends.base import Direction, GetOutcome, SetOutcome
+from hicache.backends.calls import Call
 from hicache.config import TransferConfig
 from hicache.frame import PageBuffer
 from hicache.keys import RadixKey, page_keys
@@ -43,14 +43,14 @@ class TroubledBackend(LastingBackend):
         self.calls = 0
         self.hold_from_call = 0
 
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
+    def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
         self.calls += 1
         if self.calls > self.hold_from_call:
             self.entered.set()
             self.gate.wait(30)
         if self.trouble is not None:
             raise self.trouble
-        return super().batch_get(keys, pages, deadline=deadline)
+        return super()._get(call, keys, pages)
 
 
 class RejectingBackend(LastingBackend):
@@ -59,14 +59,14 @@ class RejectingBackend(LastingBackend):
     rejections: float = 1
     rejection = SetOutcome.ERROR
 
-    def batch_set(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
+    def _set(
+        self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None
     ) -> list[SetOutcome]:
         if self.rejections > 0:
             self.rejections -= 1
             return [self.rejection] * len(keys)
-        outcomes = super().batch_set(keys, pages, parent=parent, deadline=deadline)
-        assert parent is None or self.batch_exists([parent], deadline=deadline) == 1, "the parent is not stored"
+        outcomes = super()._set(call, keys, pages, parent)
+        assert parent is None or self.batch_exists([parent], deadline=call.deadline) == 1, "the parent is not stored"
         return outcomes
 
 
@@ -118,11 +118,9 @@ def test_a_hit_ends_at_a_hole_in_the_chain() -> None:
 
 def test_a_hit_ends_at_a_page_that_is_removed_between_lookup_and_read() -> None:
     class LosesPage(LastingBackend):
-        def batch_get(
-            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
-        ) -> list[GetOutcome]:
-            self.delete([page_keys(KEY.tokens, GEOMETRY.page_size)[3]], deadline=deadline)
-            return super().batch_get(keys, pages, deadline=deadline)
+        def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
+            self.delete([page_keys(KEY.tokens, GEOMETRY.page_size)[3]], deadline=call.deadline)
+            return super()._get(call, keys, pages)
 
     world = World(backend=filled(LosesPage(codec()), KEY))
     assert world.serve("a", KEY).storage_hit_tokens == 3 * GEOMETRY.page_size
@@ -248,45 +246,3 @@ def test_an_engine_continues_a_chain_whose_head_another_engine_has_stored() -> N
     world.serve("d", prompt(1, 2, 3))
     world.settle()
     assert backend.batch_exists(page_keys(prompt(1, 2, 3).tokens, 4), deadline=time.monotonic() + 10) == 3
-
-
-class InvalidReplies(LastingBackend):
-    """A store that answers calls with `replies`, by their name."""
-
-    replies: ClassVar[dict[str, Any]] = {}
-
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        return cast(int, self.replies.get("exists", super().batch_exists(keys, deadline=deadline)))
-
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
-        return cast(list[GetOutcome], self.replies.get("get"))
-
-    def batch_set(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
-    ) -> list[SetOutcome]:
-        outcomes = super().batch_set(keys, pages, parent=parent, deadline=deadline)
-        return cast(list[SetOutcome], self.replies.get("set", outcomes))
-
-
-@pytest.mark.parametrize(
-    ("call", "reply", "worker"),
-    [
-        *(("exists", reply, "prefetch") for reply in (None, 2.5, -1, 10**6, "8", True)),
-        *(("get", [GetOutcome.HIT] * count, "io") for count in (20, 1, 8)),  # 8: hits without data
-        *(("get", reply, "io") for reply in (["hit"] * 8, None)),
-        *(("set", reply, "backup") for reply in (["stored"] * 8, [SetOutcome.STORED], None)),
-    ],
-)
-def test_invalid_replies_and_hits_without_data_are_misses_or_failed_stores(
-    call: str, reply: object, worker: str
-) -> None:
-    backend = InvalidReplies(codec())
-    if call != "set":
-        filled(backend, KEY)
-    backend.replies = {call: reply}  # type: ignore[misc]
-    world = World(backend=backend)
-    assert world.serve("a", KEY).cached_tokens == 0
-    world.settle()
-    assert world.controller.statistics().worker_errors == {f"{worker}:BackendError": 1}
-    assert world.skipped.get("store_incomplete", 0) == (call == "set")
-    assert world.host.allocator.used_pages == world.cache.tree.host_pages

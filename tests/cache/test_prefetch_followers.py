@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from hicache.backends.base import Direction, GetOutcome
+from hicache.backends.calls import Call
 from hicache.cache.prefetch_states import LOOKUPS_MAX, WAITING, State
 from hicache.frame import PageBuffer
 from hicache.keys import RadixKey
@@ -29,15 +30,15 @@ class GatedLookups(GatedBackend):
         self.claims = False
         self.failures = {"lookup": 0, "read": 0}
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        found = super().batch_exists(keys, deadline=deadline)
+    def _exists(self, call: Call, keys: Sequence[bytes]) -> int:
+        found = super()._exists(call, keys)
         if self.lookups > self.free_lookups:
             assert self.reads.wait(30)
         self._fail("lookup")
         return len(keys) if self.claims else found
 
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
-        outcomes = super().batch_get(keys, pages, deadline=deadline)
+    def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
+        outcomes = super()._get(call, keys, pages)
         self._fail("read")
         return outcomes
 

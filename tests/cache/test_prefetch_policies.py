@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from hicache.backends.base import Direction
+from hicache.backends.calls import Call
 from tests.cache.world import WAIT_S, GatedBackend, ShiftedClock, World, every_hit, filled, prefetch, prompt
 from tests.waiting import wait_for
 
@@ -161,10 +162,10 @@ def test_the_time_of_a_request_does_not_run_while_l1_has_no_room_for_it() -> Non
 
 def test_a_lookup_that_has_not_ended_when_its_request_begins_is_not_a_miss() -> None:
     class SlowLookups(GatedBackend):
-        def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        def _exists(self, call: Call, keys: Sequence[bytes]) -> int:
             self.entered.set()
             assert self.reads.wait(WAIT_S)
-            return super().batch_exists(keys, deadline=deadline)
+            return super()._exists(call, keys)
 
     backend = filled(SlowLookups(), KEY)
     world = world_of(backend, "best_effort")

@@ -10,6 +10,7 @@ import pytest
 import hicache.cache.prefetch
 from hicache.backends import testing
 from hicache.backends.base import Direction
+from hicache.backends.calls import Call
 from hicache.backends.file import FileDriver
 from hicache.backends.store import Store
 from hicache.cache.prefetch_states import State
@@ -478,7 +479,7 @@ def test_a_request_that_starts_again_and_waits_for_its_turn_releases_its_pages()
 
 def test_a_failure_of_a_store_that_was_replaced_does_not_pause_the_new_one() -> None:
     class Failing(GatedBackend):
-        def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+        def _exists(self, call: Call, keys: Sequence[bytes]) -> int:
             self.entered.set()
             assert self.reads.wait(WAIT_S)
             raise BackendError("the old store is dead")

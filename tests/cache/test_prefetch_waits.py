@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from hicache.backends.calls import Call
 from hicache.cache import HiRadixCache, SessionCache
 from hicache.cache.break_even import BreakEven, Rates
 from hicache.cache.prefetch import AGAIN_S, EARLY_S, FIRST
@@ -142,9 +143,9 @@ def test_a_waiting_request_gets_pages_that_another_engine_has_stored_meanwhile()
 class SlowLookups(GatedBackend):
     """A store whose lookups wait while `reads` is not set."""
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+    def _exists(self, call: Call, keys: Sequence[bytes]) -> int:
         assert self.reads.wait(30)
-        return super().batch_exists(keys, deadline=deadline)
+        return super()._exists(call, keys)
 
 
 def test_a_second_lookup_neither_delays_its_request_nor_counts_as_cut_off() -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hicache.backends.base import Direction, EvictionListener
+from hicache.backends.calls import Call
 from hicache.backends.file import FileDriver
 from hicache.backends.guard import Override
 from hicache.backends.memory import MemoryDriver
@@ -84,11 +85,11 @@ class RecordingStore(LastingBackend):
         self.may_answer = threading.Event()
         self.may_answer.set()
 
-    def batch_touch(self, keys: Sequence[bytes], *, deadline: float) -> list[bytes]:
+    def _touch(self, call: Call, keys: list[bytes]) -> list[bytes]:
         self.touched += keys
         self.threads.add(threading.current_thread().name)
         assert self.may_answer.wait(20)
-        return super().batch_touch(keys, deadline=deadline + 100)
+        return self.inner.batch_touch(keys, deadline=call.deadline + 100)
 
     def watch_evictions(self, listener: EvictionListener) -> None:
         self.listener = listener
@@ -98,7 +99,7 @@ class RecordingStore(LastingBackend):
 class WithoutUsesOrNotices(Passing):
     """A store that ignores uses and does not report its evictions."""
 
-    def batch_touch(self, keys: Sequence[bytes], *, deadline: float) -> list[bytes]:
+    def _touch(self, call: Call, keys: list[bytes]) -> list[bytes]:
         return []
 
     def watch_evictions(self, listener: EvictionListener) -> None:
@@ -108,8 +109,8 @@ class WithoutUsesOrNotices(Passing):
 class WithoutNotices(WithoutUsesOrNotices):
     """A store that answers touches and does not report its evictions, like a store on a server."""
 
-    def batch_touch(self, keys: Sequence[bytes], *, deadline: float) -> list[bytes]:
-        return self.inner.batch_touch(keys, deadline=deadline)
+    def _touch(self, call: Call, keys: list[bytes]) -> list[bytes]:
+        return self.inner.batch_touch(keys, deadline=call.deadline)
 
 
 class Rounds:

@@ -13,6 +13,7 @@ import pytest
 
 from hicache import tracing
 from hicache.backends.base import GetOutcome
+from hicache.backends.calls import Call
 from hicache.backends.compose.composed import Part as NamedPart
 from hicache.backends.compose.sharded import ShardCodec, Shards
 from hicache.backends.opening import StorageOpener
@@ -100,11 +101,9 @@ def test_the_parts_of_a_sharded_store_are_read_in_the_trace_of_the_request(spans
     both = threading.Barrier(2)
 
     class Part(LastingBackend):
-        def batch_get(
-            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
-        ) -> list[GetOutcome]:
+        def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
             both.wait(30)  # so that the parts are read on two threads
-            return super().batch_get(keys, pages, deadline=deadline)
+            return super()._get(call, keys, pages)
 
     key, shards = prompt(*range(1, 13)), ShardCodec(codec())
     backend = Shards(shards, [NamedPart(name, Part(shards)) for name in ("a", "b")])
@@ -263,9 +262,7 @@ def test_a_cancelled_load_ends_its_span(spans: Spans) -> None:
 
 def test_a_store_that_raises_leaves_neither_its_words_nor_an_open_span(spans: Spans) -> None:
     class Raises(LastingBackend):
-        def batch_get(
-            self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
-        ) -> list[GetOutcome]:
+        def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
             raise BackendError("/a/path of page " + keys[0].hex())
 
     world = World(backend=stored(spans, Raises(codec())))

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from hicache.backends.base import Direction, GetOutcome
+from hicache.backends.calls import Call
 from hicache.cache.break_even import BreakEven, Rates
 from hicache.cache.tiered import Warming
 from hicache.config import TransferConfig
@@ -226,8 +227,8 @@ class Answers(GatedBackend):
 
     change: Callable[[list[GetOutcome], Sequence[PageBuffer]], None] | None = None
 
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
-        outcomes = super().batch_get(keys, pages, deadline=deadline)
+    def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
+        outcomes = super()._get(call, keys, pages)
         if self.change is not None:
             self.change(outcomes, pages)
         return outcomes

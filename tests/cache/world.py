@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.calls import Call
 from hicache.backends.kept import KeptFrames
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.storage import Storage
@@ -99,22 +100,22 @@ class GatedBackend(LastingBackend):
         self.writes.set()
         self.lookups = self.pages_read = 0
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+    def _exists(self, call: Call, keys: Sequence[bytes]) -> int:
         self.lookups += 1
-        return super().batch_exists(keys, deadline=deadline)
+        return super()._exists(call, keys)
 
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
+    def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
         self.entered.set()
         assert self.reads.wait(30)
         self.pages_read += len(keys)
-        return super().batch_get(keys, pages, deadline=deadline + 100)
+        return self.inner.batch_get(keys, pages, deadline=call.deadline + 100)
 
-    def batch_set(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
+    def _set(
+        self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None
     ) -> list[SetOutcome]:
         self.entered.set()
         assert self.writes.wait(30)
-        return super().batch_set(keys, pages, parent=parent, deadline=deadline + 100)
+        return self.inner.batch_set(keys, pages, parent=parent, deadline=call.deadline + 100)
 
 
 class AutoClosed:

@@ -42,7 +42,7 @@ def test_check_of_an_invalid_configuration_lists_its_problems_and_fails(tmp_path
 
 @pytest.mark.parametrize(
     ("backend", "hint"),
-    [("fiel", "did you mean 'file'?"), ("pigeon", "known are file, "), ("nomod:Cls", "No module named 'nomod'"),
+    [("fiel", "did you mean 'file'?"), ("pigeon", ", file, levels, "), ("nomod:Cls", "No module named 'nomod'"),
      ("json:loads", "is not a Driver"), ("hicache.backends.memory:Nothing", "cannot be loaded")],
 )  # fmt: skip
 def test_check_looks_for_the_storage_backend(tmp_path: Path, backend: str, hint: str) -> None:

@@ -12,7 +12,6 @@ from unittest import mock
 
 import pytest
 
-from hicache.backends.calls import collected_errors
 from hicache.backends.opening import StorageOpener
 from hicache.backends.registry import BackendSpec
 from hicache.backends.storage import Storage
@@ -180,14 +179,14 @@ def test_without_a_pool_calls_fail_until_the_store_is_open(make: Callable[..., t
     node, opener = make("0B")
     opener.is_down = True
     store, keys = as_store(opened(node)), make_keys(2)
-    with collected_errors() as errors:
-        assert (exists(store, keys), store_chain(store, keys)) == (0, [SET_ERROR] * 2)
-        assert load(store, keys) == [GET_ERROR] * 2
+    errors = list[str]()
+    assert (exists(store, keys, errors=errors), store_chain(store, keys, errors=errors)) == (0, [SET_ERROR] * 2)
+    assert load(store, keys, errors=errors) == [GET_ERROR] * 2
     assert set(errors) == {"unavailable"}
     node.storage.detach()
     assert not node.namespaces()[0].store.slot.is_awaited
-    with collected_errors() as errors:
-        assert exists(store, keys) == 0
+    errors = list[str]()
+    assert exists(store, keys, errors=errors) == 0
     assert errors == [], "the operator does not want a store"
     opener.is_down = False
     node.storage.attach(None)

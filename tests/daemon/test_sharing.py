@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.calls import Call
 from hicache.backends.pages import PageReads
 from hicache.backends.storage import Storage
 from hicache.backends.store import UNGUARDED, Store
@@ -248,8 +249,8 @@ class Dying(Passing):
 
     dies = True
 
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
-        found = super().batch_get(keys, pages, deadline=deadline)
+    def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
+        found = super()._get(call, keys, pages)
         if self.dies:
             self.dies = False
             raise RuntimeError("planned")

@@ -11,7 +11,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.calls import collected_errors
 from hicache.backends.storage import Storage
 from hicache.backends.store import UNGUARDED, Store
 from hicache.backends.testing import (
@@ -98,16 +97,16 @@ def shared() -> Iterator[Callable[..., Subject]]:
 @pytest.mark.parametrize("bad", BAD_STORES)
 def test_a_page_that_the_store_does_not_take_enters_the_pool(shared: Callable[..., Subject], bad: str) -> None:
     store, keys = shared(BAD_STORES[bad]()), make_keys(4)
-    with collected_errors() as errors:
-        assert exists(store, keys) == 0
-        assert store_chain(store, keys[:2]) == [STORED] * 2
-        assert store_chain(store, keys) == [PRESENT, PRESENT, STORED, STORED]
-        assert exists(store, [*keys, *make_keys(1, "more")]) == 4
-        assert store.backend.batch_has([*make_keys(1, "more"), keys[3]], deadline=soon()) == [False, True]
-        frames = empty_frames(CODEC, 5)
-        asked = [*keys, *make_keys(1, "more")]
-        assert store.backend.batch_get(asked, frames, deadline=soon()) == [HIT] * 4 + [MISS]
-        assert all(holds(CODEC, key, frame) for key, frame in zip(keys, frames, strict=False))
+    errors = list[str]()
+    assert exists(store, keys, errors=errors) == 0
+    assert store_chain(store, keys[:2], errors=errors) == [STORED] * 2
+    assert store_chain(store, keys, errors=errors) == [PRESENT, PRESENT, STORED, STORED]
+    assert exists(store, [*keys, *make_keys(1, "more")], errors=errors) == 4
+    assert store.backend.batch_has([*make_keys(1, "more"), keys[3]], deadline=soon(), errors=errors) == [False, True]
+    frames = empty_frames(CODEC, 5)
+    asked = [*keys, *make_keys(1, "more")]
+    assert store.backend.batch_get(asked, frames, deadline=soon(), errors=errors) == [HIT] * 4 + [MISS]
+    assert all(holds(CODEC, key, frame) for key, frame in zip(keys, frames, strict=False))
     assert errors == [], "the guard of an engine sees errors of a store that the pool stands in for"
     assert store.backend.statistics().errors or bad == "full", "the statistics keep them"
     assert delete(store, keys[2:]) == 2
@@ -121,9 +120,10 @@ def test_without_a_pool_outcomes_and_errors_are_those_of_the_store(shared: Calla
     keys = make_keys(2)
     assert store_chain(shared(full(), 0), keys) == [REJECTED] * 2
     store = shared(down(), 0)
-    with collected_errors() as errors:
-        assert (store_chain(store, keys), load(store, keys)) == ([SET_ERROR] * 2, [GET_ERROR] * 2)
-        assert exists(store, keys) == 0
+    errors = list[str]()
+    assert store_chain(store, keys, errors=errors) == [SET_ERROR] * 2
+    assert load(store, keys, errors=errors) == [GET_ERROR] * 2
+    assert exists(store, keys, errors=errors) == 0
     assert errors == ["down"] * 5
 
 
@@ -172,9 +172,9 @@ def test_a_removal_that_the_store_could_not_make_is_an_error(shared: Callable[..
     driver, keys = failing(), make_keys(1)
     driver.poke(CODEC.namespace, keys[0], b"a page")
     store = shared(bare(driver, CODEC))
-    with collected_errors() as errors:
-        delete(store, keys)
-        store.backend.clear(deadline=soon())
+    errors = list[str]()
+    delete(store, keys, errors=errors)
+    store.backend.clear(deadline=soon(), errors=errors)
     assert errors == ["down"] * 2
 
 
@@ -215,12 +215,12 @@ def test_a_store_that_uses_up_the_time_of_a_call_costs_no_page_and_no_error(
     store, keys = shared(Store(inner, CODEC, UNGUARDED, clock=clock), pool_pages, clock), make_keys(3)
     store_chain(store, make_keys(3, "old"))
     inner.hangs = True
-    with collected_errors() as errors:
-        frames = full_frames(CODEC, keys)
-        assert store.backend.batch_set(keys, frames, parent=None, deadline=clock() + 1) == [STORED] * 3
-        asked = [*keys, *make_keys(1, "more")]
-        read = store.backend.batch_get(asked, empty_frames(CODEC, 4), deadline=clock() + 1)
-        assert read == [HIT] * 3 + [MISS]
+    errors = list[str]()
+    frames = full_frames(CODEC, keys)
+    assert store.backend.batch_set(keys, frames, parent=None, deadline=clock() + 1, errors=errors) == [STORED] * 3
+    asked = [*keys, *make_keys(1, "more")]
+    read = store.backend.batch_get(asked, empty_frames(CODEC, 4), deadline=clock() + 1, errors=errors)
+    assert read == [HIT] * 3 + [MISS]
     assert errors == []
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.calls import Call
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.opening import StorageOpener
 from hicache.backends.storage import Storage
@@ -101,22 +102,22 @@ class _Backend(Passing):
         super().__init__(inner)
         self._store = store
 
-    def batch_has(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
+    def _has(self, call: Call, keys: Sequence[bytes]) -> list[bool]:
         self._store.pass_or_hang(self._store.lookups)
-        return super().batch_has(keys, deadline=deadline)
+        return super()._has(call, keys)
 
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float) -> list[GetOutcome]:
+    def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
         self._store.pass_or_hang(self._store.reads)
         self._store.pages_asked += len(keys)
         if self._store.fails or self._store.lies:
             return [GetOutcome.HIT if self._store.lies else GetOutcome.ERROR] * len(keys)
-        return super().batch_get(keys, pages, deadline=deadline + 100)
+        return self.inner.batch_get(keys, pages, deadline=call.deadline + 100)
 
-    def batch_set(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
+    def _set(
+        self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None
     ) -> list[SetOutcome]:
         self._store.pass_or_hang(self._store.writes)
-        return super().batch_set(keys, pages, parent=parent, deadline=deadline + 100)
+        return self.inner.batch_set(keys, pages, parent=parent, deadline=call.deadline + 100)
 
     def close(self) -> None:
         """Record the close. The server keeps the pages."""

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.calls import Call
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.storage import Storage
 from hicache.backends.testing import bare
@@ -70,17 +71,17 @@ class SimulatedStorage(Passing):
         if self.users < 1:
             raise Finding("counters", f"the store of epoch {self.epoch} is used or closed again after it was closed")
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+    def _exists(self, call: Call, keys: Sequence[bytes]) -> int:
         self._require_open()
         self._pause()
         self._maybe_raise()
-        if self._fault() or self._sim_clock() >= deadline:
+        if self._fault() or self._sim_clock() >= call.deadline:
             return 0
         if self._fault():
             return self.random.randint(0, len(keys))  # a stale index
-        return super().batch_exists(keys, deadline=math.inf)
+        return self.inner.batch_exists(keys, deadline=math.inf)
 
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[Any], *, deadline: float) -> list[GetOutcome]:
+    def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[Any]) -> list[GetOutcome]:
         self._require_open()
         self._maybe_raise()
         outcomes = []
@@ -90,8 +91,8 @@ class SimulatedStorage(Passing):
             outcome = GetOutcome.ERROR
             if self._fault():
                 outcome = self.random.choice([GetOutcome.ERROR, GetOutcome.MISS, GetOutcome.CORRUPT])
-            elif self._sim_clock() < deadline:
-                outcome = super().batch_get([key], [frame], deadline=math.inf)[0]
+            elif self._sim_clock() < call.deadline:
+                outcome = self.inner.batch_get([key], [frame], deadline=math.inf)[0]
             if outcome is not GetOutcome.HIT:
                 frame[HEADER_BYTES : HEADER_BYTES + 16] = bytes([JUNK]) * 16
             outcomes.append(outcome)
@@ -99,8 +100,8 @@ class SimulatedStorage(Passing):
         self._maybe_raise()
         return outcomes
 
-    def batch_set(
-        self, keys: Sequence[bytes], pages: Sequence[Any], *, parent: bytes | None, deadline: float
+    def _set(
+        self, call: Call, keys: Sequence[bytes], pages: Sequence[Any], parent: bytes | None
     ) -> list[SetOutcome]:
         self._require_open()
         if self.epoch != self._around.epoch:
@@ -111,11 +112,11 @@ class SimulatedStorage(Passing):
         outcomes: list[SetOutcome] = []
         for key, frame in zip(keys, pages, strict=True):
             self._pause()
-            if self._fault() or self._sim_clock() >= deadline:
+            if self._fault() or self._sim_clock() >= call.deadline:
                 outcomes.append(self.random.choice([SetOutcome.ERROR, SetOutcome.REJECTED]))
             else:
                 self._require_correct(key, frame)
-                outcomes += super().batch_set([key], [frame], parent=parent, deadline=math.inf)
+                outcomes += self.inner.batch_set([key], [frame], parent=parent, deadline=math.inf)
                 self.known.add(key)
             parent = key
             self._pause()
@@ -127,7 +128,7 @@ class SimulatedStorage(Passing):
         for key in keys:
             frame = bytearray(self.codec.frame_bytes)
             frame[HEADER_BYTES : HEADER_BYTES + self.codec.payload_bytes] = self._stamps.payload(key, self.epoch)
-            super().batch_set([key], [memoryview(frame)], parent=parent, deadline=math.inf)
+            self.inner.batch_set([key], [memoryview(frame)], parent=parent, deadline=math.inf)
             self.known.add(key)
             parent = key
 

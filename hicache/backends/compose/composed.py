@@ -17,7 +17,7 @@ from ...errors import BackendError
 from ...frame import FrameCodec
 from ..base import EvictionListener
 from ..registry import Options, open_spec, part_specs
-from ..storage import Storage
+from ..storage import Storage, StoreGroup
 from ..store import Store
 
 _log = logging.getLogger(__name__)
@@ -31,18 +31,18 @@ class Part:
     storage: Storage
 
 
-class Composed(Storage):
-    """Storage made of several parts, which it owns. Its parts check and count each call."""
+class Composed(StoreGroup):
+    """Storage made of several parts, which it owns. Its parts count and limit each call."""
 
     def __init__(self, codec: FrameCodec, parts: Sequence[Part]) -> None:
-        self.codec = codec
+        super().__init__(codec, None)
         self._parts = tuple(part.storage for part in parts)
         self._names = tuple(part.name for part in parts)
         self._stores = tuple(store for part in self._parts for store in part.stores)
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        """See Storage."""
+        """See StoreGroup."""
         return self._stores
 
     @property
@@ -51,12 +51,12 @@ class Composed(Storage):
         return list(zip(self._names, self._parts, strict=True))
 
     def watch_evictions(self, listener: EvictionListener) -> None:
-        """See Storage."""
+        """See StoreGroup."""
         for part in self._parts:
             part.watch_evictions(listener)
 
     def close(self) -> None:
-        """See Storage. Closes every part, even if one raises; then raises the first BackendError."""
+        """See Verbs. Closes every part, even if one raises; then raises the first BackendError."""
         self._before_parts_close()
         failures: list[BackendError] = []
         for name, part in self.named_parts:

@@ -28,7 +28,7 @@ from ...errors import InvalidInput
 from ...frame import FrameCodec, FrameHeader, PageBuffer, header_of
 from ...units import MIB
 from ..base import EvictionListener, GetOutcome, SetOutcome, Usage
-from ..calls import parent_outside, parents_of, runs
+from ..calls import Call, parent_outside, parents_of, runs
 from ..chains import parent_in
 from ..storage import Storage
 from .composed import Composed, Part
@@ -78,36 +78,36 @@ class Levels(Composed):
         """Return, by level name, the statistics of background copies to that level."""
         return {name: copier.statistics() for name, copier in zip(self._names, self._copiers, strict=False)}
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See Storage. A page counts if any level has it."""
+    def _exists(self, call: Call, keys: Sequence[bytes]) -> int:
+        """See Verbs. A page counts if any level has it."""
 
         def look_in(level: Storage) -> Callable[[int], int]:
-            return lambda found: level.batch_exists(keys[found:] if found else keys, deadline=deadline)
+            return lambda found: level.batch_exists(
+                keys[found:] if found else keys, deadline=call.deadline, errors=call.report
+            )
 
         return interleaved_prefix(len(keys), [look_in(level) for level in self._parts])
 
-    def batch_has(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
-        """See Storage. A page counts if any level has it."""
-        return _any_has(self._parts, keys, deadline)
+    def _has(self, call: Call, keys: Sequence[bytes]) -> list[bool]:
+        """See Verbs. A page counts if any level has it."""
+        return _any_has(self._parts, keys, call)
 
-    def batch_touch(self, keys: Sequence[bytes], *, deadline: float) -> list[bytes]:
-        """See Storage. Touches the pages on all levels. A page is missing only if no level may have it."""
-        missing = [set(level.batch_touch(keys, deadline=deadline)) for level in self._parts]
+    def _touch(self, call: Call, keys: list[bytes]) -> list[bytes]:
+        """See Verbs. Touches the pages on all levels. A page is missing only if no level may have it."""
+        missing = [set(level.batch_touch(keys, deadline=call.deadline, errors=call.report)) for level in self._parts]
         return list(set.intersection(*missing))
 
-    def batch_get(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
-    ) -> list[GetOutcome]:
-        """See Storage. Reads from each level the pages that the levels above did not serve. Without a sound copy, the
+    def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
+        """See Verbs. Reads from each level the pages that the levels above did not serve. Without a sound copy, the
         outcome is ERROR if a failed level may have the page, or else CORRUPT if a copy was damaged."""
-        outcomes = self._parts[0].batch_get(keys, pages, deadline=deadline)
+        outcomes = self._parts[0].batch_get(keys, pages, deadline=call.deadline, errors=call.report)
         missing = [p for p, outcome in enumerate(outcomes) if outcome is not GetOutcome.HIT]
         if not missing:
             return outcomes
-        outcomes = list(outcomes)
         lacking = [[p for p in missing if outcomes[p] is not GetOutcome.ERROR]]  # by level that was read
         for level in self._parts[1:]:
-            answers = level.batch_get([keys[p] for p in missing], [pages[p] for p in missing], deadline=deadline)
+            its, its_pages = [keys[p] for p in missing], [pages[p] for p in missing]
+            answers = level.batch_get(its, its_pages, deadline=call.deadline, errors=call.report)
             lacking.append([])
             for position, answer in zip(missing, answers, strict=True):
                 if answer in (GetOutcome.MISS, GetOutcome.CORRUPT):
@@ -122,18 +122,20 @@ class Levels(Composed):
                 copier.submit([p for p in positions if outcomes[p] is GetOutcome.HIT], keys, pages, parents)
         return outcomes
 
-    def batch_set(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
+    def _set(
+        self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None
     ) -> list[SetOutcome]:
-        """See Storage. The outcome is STORED if the call wrote the page to at least one level, and no level reported
+        """See Verbs. The outcome is STORED if the call wrote the page to at least one level, and no level reported
         it PRESENT."""
-        outcomes = list(self._parts[0].batch_set(keys, pages, parent=parent, deadline=deadline))
+        outcomes = self._parts[0].batch_set(keys, pages, parent=parent, deadline=call.deadline, errors=call.report)
         parents = parents_of(keys, parent)
         stored_on = [0] * len(keys)
         for number, level in enumerate(self._parts[1:], 1):
             for run in runs([p for p, outcome in enumerate(outcomes) if not outcome.is_stored]):
                 before = parent_outside(keys[run], parents[run.start])
-                answers = level.batch_set(keys[run], pages[run], parent=before, deadline=deadline)
+                answers = level.batch_set(
+                    keys[run], pages[run], parent=before, deadline=call.deadline, errors=call.report
+                )
                 for position, answer in enumerate(answers, run.start):
                     outcomes[position] = min(outcomes[position], answer, key=_STORE_ORDER.index)
                     stored_on[position] = number
@@ -145,7 +147,7 @@ class Levels(Composed):
         return outcomes
 
     def watch_evictions(self, listener: EvictionListener) -> None:
-        """See Storage. The last level notifies; another level only of pages without a copy below it."""
+        """See StoreGroup. The last level notifies; another level only of pages without a copy below it."""
         self._listener = listener
         *upper, last = self._parts
         last.watch_evictions(listener)
@@ -159,25 +161,24 @@ class Levels(Composed):
         if lost:
             self._listener(lost)
 
-    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See Storage. Removes the pages from all levels; a page on several levels counts once.
+    def _delete(self, call: Call, keys: list[bytes]) -> int:
+        """See Verbs. Removes the pages from all levels; a page on several levels counts once.
 
         Looks the pages up first, because the levels' counts alone do not show how many different pages they include.
         """
         *others, last = self._parts
-        keys = list(dict.fromkeys(keys))
-        with self._without_copies(keys, deadline):
-            held = _any_has(others, keys, deadline)
+        with self._without_copies(keys, call.deadline):
+            held = _any_has(others, keys, call)
             for level in others:
-                level.delete(keys, deadline=deadline)
-            last.delete(list(itertools.compress(keys, held)), deadline=deadline)
+                level.delete(keys, deadline=call.deadline, errors=call.report)
+            last.delete(list(itertools.compress(keys, held)), deadline=call.deadline, errors=call.report)
             alone = [key for key, there in zip(keys, held, strict=True) if not there]
-            return sum(held) + last.delete(alone, deadline=deadline)
+            return sum(held) + last.delete(alone, deadline=call.deadline, errors=call.report)
 
-    def clear(self, *, deadline: float) -> int:
-        """See Storage. Clears all levels; the pages of the fullest one are counted, as by `usage`."""
-        with self._without_copies(None, deadline):
-            return max([level.clear(deadline=deadline) for level in self._parts])
+    def _clear(self, call: Call) -> int:
+        """See Verbs. Clears all levels; the pages of the fullest one are counted, as by `usage`."""
+        with self._without_copies(None, call.deadline):
+            return max([level.clear(deadline=call.deadline, errors=call.report) for level in self._parts])
 
     def _without_copies(self, keys: Sequence[bytes] | None, deadline: float) -> contextlib.ExitStack:
         with contextlib.ExitStack() as entered:
@@ -185,8 +186,8 @@ class Levels(Composed):
                 entered.enter_context(copier.excluding(keys, deadline))
             return entered.pop_all()
 
-    def usage(self) -> Usage:
-        """See Storage. Returns the usage of the level with the most pages, a lower bound of the different pages."""
+    def _measure(self) -> Usage:
+        """See Verbs. Returns the usage of the level with the most pages, a lower bound of the different pages."""
         return max((level.usage() for level in self._parts), key=lambda usage: usage.pages)
 
     def check(self) -> None:
@@ -202,14 +203,14 @@ class Levels(Composed):
             copier.close()
 
 
-def _any_has(levels: Sequence[Storage], keys: Sequence[bytes], deadline: float) -> list[bool]:
+def _any_has(levels: Sequence[Storage], keys: Sequence[bytes], call: Call) -> list[bool]:
     """Return for each key whether any of `levels` has it. Looks in each level only for the keys that no earlier level
     has."""
     found = [False] * len(keys)
     for level in levels:
         missing = [position for position, there in enumerate(found) if not there]
         if missing:
-            answers = level.batch_has([keys[p] for p in missing], deadline=deadline)
+            answers = level.batch_has([keys[p] for p in missing], deadline=call.deadline, errors=call.report)
             for position, there in zip(missing, answers, strict=True):
                 found[position] = there
     return found

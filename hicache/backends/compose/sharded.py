@@ -34,7 +34,7 @@ from ...errors import InvalidInput
 from ...frame import Damage, FrameCodec, FrameHeader, PageBuffer, TagStream, header_of
 from ...supervised import SupervisedPool
 from ..base import GetOutcome, SetOutcome, Usage
-from ..calls import check_batch, check_keys, parent_outside, parents_of
+from ..calls import Call, parent_outside, parents_of
 from ..chains import parent_in
 from .composed import Composed, Part
 
@@ -159,15 +159,14 @@ class Shards(Composed):
         self._on_parts(keys, work)
         return answers
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See Storage. One call per part."""
-        check_keys(keys)
+    def _exists(self, call: Call, keys: Sequence[bytes]) -> int:
+        """See Verbs. One call per part."""
         holes = [len(keys)]
 
         def look(part: int, positions: list[int]) -> None:
-            hole = 0
+            hole, its = 0, [keys[p] for p in positions]
             try:
-                hole = self._parts[part].batch_exists([keys[p] for p in positions], deadline=deadline)
+                hole = self._parts[part].batch_exists(its, deadline=call.deadline, errors=call.report)
             finally:
                 if hole < len(positions):
                     holes.append(positions[hole])
@@ -175,41 +174,36 @@ class Shards(Composed):
         self._on_parts(keys, look)
         return min(holes)
 
-    def batch_has(self, keys: Sequence[bytes], *, deadline: float) -> list[bool]:
-        """See Storage. One call per part."""
-        check_keys(keys)
+    def _has(self, call: Call, keys: Sequence[bytes]) -> list[bool]:
+        """See Verbs. One call per part."""
 
         def look(part: int, positions: list[int]) -> list[bool]:
-            return self._parts[part].batch_has([keys[p] for p in positions], deadline=deadline)
+            return self._parts[part].batch_has([keys[p] for p in positions], deadline=call.deadline, errors=call.report)
 
         return self._ask_parts(keys, False, look)
 
-    def batch_get(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, deadline: float
-    ) -> list[GetOutcome]:
-        """See Storage. Reads all parts in parallel."""
-        check_batch(self.codec, keys, pages)
+    def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
+        """See Verbs. Reads all parts in parallel."""
 
         def read(part: int, positions: list[int]) -> list[GetOutcome]:
             its, its_pages = [keys[p] for p in positions], [pages[p] for p in positions]
-            return self._parts[part].batch_get(its, its_pages, deadline=deadline)
+            return self._parts[part].batch_get(its, its_pages, deadline=call.deadline, errors=call.report)
 
         return self._ask_parts(keys, GetOutcome.ERROR, read)
 
-    def batch_set(
-        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float
+    def _set(
+        self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None
     ) -> list[SetOutcome]:
-        """See Storage. Writes all parts in parallel, with one call each."""
-        check_batch(self.codec, keys, pages, parent)
-        if not keys:
-            return []
+        """See Verbs. Writes all parts in parallel, with one call each."""
         before = {} if parent is None else self._tails.get(parent, {})
         lasts: dict[int, bytes] = {}
 
         def store(part: int, positions: list[int]) -> list[SetOutcome]:
             its, its_pages = [keys[p] for p in positions], [pages[p] for p in positions]
             last = parent_outside(its, before.get(part, parent))
-            answers = self._parts[part].batch_set(its, its_pages, parent=last, deadline=deadline)
+            answers = self._parts[part].batch_set(
+                its, its_pages, parent=last, deadline=call.deadline, errors=call.report
+            )
             lasts[part] = its[-1]
             return answers
 
@@ -218,37 +212,41 @@ class Shards(Composed):
         self._tails.note(keys[-1:], [{**before, **lasts}])
         return outcomes
 
-    def batch_touch(self, keys: Sequence[bytes], *, deadline: float) -> list[bytes]:
-        """See Storage. Calls all parts in parallel."""
-        check_keys(keys)
+    def _touch(self, call: Call, keys: list[bytes]) -> list[bytes]:
+        """See Verbs. Calls all parts in parallel."""
         missing: list[bytes] = []
 
         def note(part: int, positions: list[int]) -> None:
-            missing.extend(self._parts[part].batch_touch([keys[p] for p in positions], deadline=deadline))
+            its = [keys[p] for p in positions]
+            missing.extend(self._parts[part].batch_touch(its, deadline=call.deadline, errors=call.report))
 
         self._on_parts(keys, note)
         return missing
 
-    def delete(self, keys: Sequence[bytes], *, deadline: float) -> int:
-        """See Storage. Removes a page only from its own part: if a different set of parts stored it elsewhere, that
-        copy stays until it is evicted."""
-        check_keys(keys)
+    def _delete(self, call: Call, keys: list[bytes]) -> int:
+        """See Verbs. Removes a page only from its own part: if a different set of parts stored it elsewhere, that copy
+        stays until it is evicted."""
         removed: list[int] = []
 
         def remove(part: int, positions: list[int]) -> None:
-            removed.append(self._parts[part].delete([keys[p] for p in positions], deadline=deadline))
+            its = [keys[p] for p in positions]
+            removed.append(self._parts[part].delete(its, deadline=call.deadline, errors=call.report))
 
         self._on_parts(keys, remove)
         return sum(removed)
 
-    def clear(self, *, deadline: float) -> int:
-        """See Storage. Clears all parts in parallel, including pages that a different set of parts stored."""
+    def _clear(self, call: Call) -> int:
+        """See Verbs. Clears all parts in parallel, including pages that a different set of parts stored."""
         removed: list[int] = []
-        self._pool.run(len(self._parts), lambda part: removed.append(self._parts[part].clear(deadline=deadline)))
+
+        def clear(part: int) -> None:
+            removed.append(self._parts[part].clear(deadline=call.deadline, errors=call.report))
+
+        self._pool.run(len(self._parts), clear)
         return sum(removed)
 
-    def usage(self) -> Usage:
-        """See Storage. Returns the sum over the parts, with a capacity if all parts have one."""
+    def _measure(self) -> Usage:
+        """See Verbs. Returns the sum over the parts, with a capacity if all parts have one."""
         return Usage.total([part.usage() for part in self._parts])
 
     def _before_parts_close(self) -> None:

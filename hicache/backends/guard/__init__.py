@@ -3,8 +3,8 @@
 from ...config.guard import Override
 from ...histogram import BOUNDS_S, LatencyStatistics
 from ..base import Direction
+from ..calls import CallResult, Refusal, Verb
 from .admission import GuardStatistics
-from .calls import CallResult, Refusal, Verb
 from .health import CONFIRM_S, IDLE, HealthState, StoreHealth, StoreProblem, grouped
 
 __all__ = [

@@ -5,18 +5,16 @@ lock and the order of events: the end of a call, or its delay, is a result; a re
 plans a probe, ends the wait of calls and queues a line for the log. Each step reads and changes the state of the step
 before it, so it is one class.
 
-Locking design: one condition guards everything in this module, including breakers, budget, damage watch and latencies.
-It is held for a few instructions, also by an engine's scheduler thread (`may_pass`), and never during a backend call.
-Lock order: this condition, then the lock of the probe task.
+Locking design: the lock of Calls guards everything in this module, including breakers, budget, damage watch and
+latencies. An engine's scheduler thread takes it too (`may_pass`). Lock order: this lock, then that of the probe task.
 """
 
 from __future__ import annotations
 
 import math
 import random
-import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...clock import Clock
@@ -24,10 +22,10 @@ from ...config.guard import GuardConfig, Override
 from ...errors import InvariantError
 from ...histogram import BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram, HistogramStatistics, LatencyStatistics
 from ..base import Direction, GetOutcome, SetOutcome
-from ..errors import StoreError
+from ..calls import Call, CallResult, Calls, Refusal, Verb
+from ..errors import ErrorKind, StoreError
 from .breaker import Breaker, BreakerState, BreakerStatistics
 from .budget import DamageWatch, RetryBudget
-from .calls import Call, CallResult, Refusal, Verb
 from .health import BUSY, SWITCHED_OFF, HealthWatch, StoreHealth
 
 # A back-off lasts between half of its length and all of it, so that many engines do not return to one store together.
@@ -68,22 +66,23 @@ class BreakerChange:
     refused: int
 
 
-class AdmissionControl:
-    """See the module's docstring. Deadlines are times of `clock`. `wake` is called with the time of the next probe
-    when a probe is planned, and on each call until then; it must not block.
+class AdmissionControl(Calls):
+    """See the module's docstring. `wake` is called with the time of the next probe when a probe is planned, and on each
+    call until then; it must not block.
 
     Invariant: `in_flight_bytes` is the sum over the calls in flight. It exceeds the limit only if a single call does.
     """
 
-    def __init__(self, options: GuardConfig, clock: Clock, wake: Callable[[float], None]) -> None:
+    def __init__(
+        self, options: GuardConfig, frame_bytes: int, clock: Clock, wake: Callable[[float], None]
+    ) -> None:
+        super().__init__(frame_bytes, clock)
+
         def jitter() -> float:
             return random.uniform(_JITTER_MIN, 1.0)
 
         self._options = options
-        self._clock = clock
         self._wake = wake
-        self._state = threading.RLock()
-        self._room = threading.Condition(self._state)
         self._breakers = {
             Direction.READ: Breaker(options, options.read, jitter),
             Direction.WRITE: Breaker(options, options.write, jitter),
@@ -96,69 +95,61 @@ class AdmissionControl:
         self._refused: Counter[tuple[Direction, Refusal]] = Counter()
         self._failures: Counter[tuple[Direction, str]] = Counter()
         self._retried_calls: Counter[Direction] = Counter()
-        self._calls: set[Call] = set()
         self._in_flight_bytes = 0
         self._probing: dict[Direction, tuple[int, float]] = {}  # round and overdue time of each probe in flight
         self._overdue_at = math.inf  # when the next call or probe becomes overdue
         self._waiting: deque[object] = deque()
-        self._closed = False
         self._changes: deque[BreakerChange] = deque(maxlen=_CHANGES_MAX)
         self._off_since: dict[Direction, tuple[float, int]] = {}  # per direction that is off: start, refused before it
         self.probe_at = math.inf  # when the next probe is due; other threads read it without the lock
 
     # Calls
 
-    def enter(self, verb: Verb, pages: int, size_bytes: int, deadline: float) -> Call:
-        """Admit a call. Wait in order of arrival until its bytes fit in the in-flight limit, at most until `deadline`.
-        A call with `size_bytes` 0 does not wait. Raises StoreError if the call is rejected."""
-        direction = verb.direction
-        breaker = self._breakers[direction]
-        self._tend()
-        with self._state:
-            time_s = self._clock()
-            if time_s >= self._overdue_at:
-                self._note_overdue()
-            refusal = Refusal.OPEN if breaker.state is BreakerState.OPEN else None
-            if refusal is None and size_bytes and (self._waiting or not self._has_room(size_bytes)):
-                refusal = self._await_room(breaker, size_bytes, deadline)
-                time_s = self._clock()
-            if refusal is not None:
-                self._refused[direction, refusal] += 1
-                if verb is Verb.SET and breaker.override is Override.AUTO and refusal is not Refusal.CLOSED:
-                    self._health.kept_nothing(pages, BUSY if refusal is Refusal.BUSY else "", "", time_s)
-                raise StoreError(f"guard_{refusal}")
-            self._budget.earn(pages)
-            call = Call(self.leave, verb, pages, size_bytes, deadline, time_s, breaker.round)
-            self._calls.add(call)
-            self._in_flight_bytes += size_bytes
-            self._overdue_at = min(self._overdue_at, deadline + self._options.grace)
-            return call
+    def _admit(self, call: Call) -> None:
+        """See Calls. Waits in order of arrival until the bytes of the call fit in the in-flight limit, at most until
+        its deadline."""
+        breaker = self._breakers[call.verb.direction]
+        if self.probe_at < math.inf:
+            self._tend()
+        if call.began_s >= self._overdue_at:
+            self._note_overdue()
+        refusal = Refusal.OPEN if breaker.state is BreakerState.OPEN else None
+        if refusal is None and call.bytes and (self._waiting or not self._has_room(call.bytes)):
+            refusal = self._await_room(breaker, call)
+            call.began_s = self._clock()
+        if refusal is not None:
+            self._refused[call.verb.direction, refusal] += 1
+            if call.verb is Verb.SET and breaker.override is Override.AUTO and refusal is not Refusal.CLOSED:
+                self._health.kept_nothing(call.pages, BUSY if refusal is Refusal.BUSY else "", "", call.began_s)
+            raise StoreError(f"guard_{refusal}")
+        self._budget.earn(call.pages)
+        call.round = breaker.round
+        self._in_flight_bytes += call.bytes
+        self._overdue_at = min(self._overdue_at, call.deadline + self._options.grace)
 
-    def leave(self, call: Call) -> None:
-        """Record the end of a call: its latency, its bytes and its result."""
-        with self._state:
-            time_s = self._clock()
-            self._calls.remove(call)
-            self._in_flight_bytes -= call.bytes
-            self._latency[call.verb].add(time_s - call.began_s)
-            if call.bytes:
-                self._call_bytes[call.verb].add(call.bytes)
-            if self._waiting:
-                self._room.notify_all()
-            if call.kept is SetOutcome.STORED:
-                self._health.kept(time_s)
-            elif call.kept is not None:
-                is_rejected = call.kept is SetOutcome.REJECTED
-                self._health.kept_nothing(call.new_pages, call.cause, call.detail, time_s, is_rejected=is_rejected)
-            if call.result is not CallResult.UNKNOWN and not call.overdue:
-                self._record(call, call.result, time_s)
+    def _end(self, call: Call) -> None:
+        """See Calls. Records the latency of the call, its bytes and its result."""
+        time_s = self._clock()
+        self._in_flight_bytes -= call.bytes
+        self._latency[call.verb].add(time_s - call.began_s)
+        if call.bytes:
+            self._call_bytes[call.verb].add(call.bytes)
+        if self._waiting:
+            self._changed.notify_all()
+        if call.kept is SetOutcome.STORED:
+            self._health.kept(time_s)
+        elif call.kept is not None:
+            is_rejected = call.kept is SetOutcome.REJECTED
+            self._health.kept_nothing(call.new_pages, call.cause, call.detail, time_s, is_rejected=is_rejected)
+        if call.result is not CallResult.UNKNOWN and not call.overdue:
+            self._record(call, call.result, time_s)
 
     def grant_retry(self, call: Call, pages: int) -> int:
         """Return how many pages of a call may be retried: 0 if the breaker opened since its start or the budget is
         spent."""
         direction = call.verb.direction
-        with self._state:
-            if call.overdue or self._closed or self._breakers[direction].round != call.admitted:
+        with self._lock:
+            if call.overdue or self._closed or self._breakers[direction].round != call.round:
                 return 0
             granted = self._budget.spend(pages)
             self._retried_calls[direction] += granted > 0
@@ -168,13 +159,17 @@ class AdmissionControl:
 
     def pages_at_once(self, read: Sequence[GetOutcome]) -> int | None:
         """See DamageWatch."""
-        with self._state:
+        if self._damage.is_calm:
+            return None
+        with self._lock:
             return self._damage.pages_at_once(read)
 
-    def saw_pages(self, call: Call, outcomes: Iterable[GetOutcome]) -> bool:
+    def saw_pages(self, call: Call, outcomes: Sequence[GetOutcome]) -> bool:
         """Record the outcomes of a read. Return False if the breaker has opened: do not read the rest of the batch."""
-        with self._state:
-            if self._breakers[Direction.READ].round != call.admitted:
+        if self._damage.is_calm and GetOutcome.CORRUPT not in outcomes:
+            return self._breakers[Direction.READ].round == call.round
+        with self._lock:
+            if self._breakers[Direction.READ].round != call.round:
                 return False  # the breaker opened after this call began: do not count its damage again
             pause_s = self._damage.saw(outcomes)
             if pause_s is None:
@@ -182,14 +177,14 @@ class AdmissionControl:
             for breaker in self._breakers.values():
                 breaker.trip("damage", pause_s, self._clock())
             self._breakers_moved()
-            return self._breakers[Direction.READ].round == call.admitted
+            return self._breakers[Direction.READ].round == call.round
 
     # Probes
 
     def begin_probe(self, direction: Direction) -> tuple[int, float] | None:
         """Begin a probe if one is due. Return the breaker's round, to pass to `probed`, and the probe's deadline; None
         if no probe of this direction is due."""
-        with self._state:
+        with self._lock:
             breaker, time_s = self._breakers[direction], self._clock()
             if self._closed or breaker.probe_at > time_s:
                 return None
@@ -202,7 +197,7 @@ class AdmissionControl:
 
     def probed(self, direction: Direction, begun: int, ok: bool, cause: str = "", *, kept: bool = False) -> None:
         """Record the end of a probe. `cause` is the kind of its error; `kept` means that it stored a page."""
-        with self._state:
+        with self._lock:
             if cause and not ok:
                 self._health.failed(direction, cause)
             self._end_probe(direction, begun, ok)
@@ -214,21 +209,21 @@ class AdmissionControl:
     def may_pass(self, direction: Direction) -> bool:
         """True if a call of this direction would be made now. Also counts hanging calls as failed. Does not block."""
         if self._clock() >= self._overdue_at:
-            with self._state:
+            with self._lock:
                 self._note_overdue()
         self._tend()
         return self._breakers[direction].state is not BreakerState.OPEN
 
     def take_changes(self) -> list[BreakerChange]:
         """Return and forget the breaker changes since the last call, for the log."""
-        with self._state:
+        with self._lock:
             changes = list(self._changes)
             self._changes.clear()
             return changes
 
     def off(self) -> dict[Direction, tuple[float, int]]:
         """Return, per direction that is off, for how many seconds and how many calls were rejected since."""
-        with self._state:
+        with self._lock:
             time_s = self._clock()
             return {
                 direction: (time_s - since_s, self._refused[direction, Refusal.OPEN] - before)
@@ -237,23 +232,23 @@ class AdmissionControl:
 
     def health(self) -> StoreHealth:
         """Return the health of the store now. Does not block."""
-        with self._state:
+        with self._lock:
             return self._health.verdict(self._off(), self._clock())
 
     def health_news(self) -> tuple[StoreHealth | None, float]:
         """Return the health if it is to be logged, and the time of the next call. See HealthWatch."""
-        with self._state:
+        with self._lock:
             return self._health.news(self._off(), self._clock())
 
     def set_override(self, direction: Direction, override: Override) -> None:
         """Apply the operator's override to one direction."""
-        with self._state:
+        with self._lock:
             self._breakers[direction].set_override(override)
             self._breakers_moved()
 
-    def statistics(self) -> GuardStatistics:
-        """Return a snapshot."""
-        with self._state:
+    def guard_statistics(self) -> GuardStatistics:
+        """Return a snapshot of admission and breakers."""
+        with self._lock:
             self._note_overdue()
             return GuardStatistics(
                 breakers={direction: breaker.statistics() for direction, breaker in self._breakers.items()},
@@ -261,29 +256,29 @@ class AdmissionControl:
                 failures=dict(self._failures),
                 retried_calls=dict(self._retried_calls),
                 latency={verb: histogram.latency() for verb, histogram in self._latency.items()},
-                in_flight_calls=len(self._calls),
+                in_flight_calls=len(self._in_flight),
                 in_flight_bytes=self._in_flight_bytes,
-                overdue_calls=sum(call.overdue for call in self._calls),
+                overdue_calls=sum(call.overdue for call in self._in_flight),
                 call_bytes={verb: histogram.statistics() for verb, histogram in self._call_bytes.items()},
             )
 
-    def close(self) -> None:
-        """Reject the waiting calls; later calls do not wait."""
-        with self._state:
-            self._closed = True
-            self._room.notify_all()
-
     def check(self) -> None:
         """Raise InvariantError if the invariants do not hold."""
-        with self._state:
+        with self._lock:
             for breaker in self._breakers.values():
                 breaker.check()
-            total = sum(call.bytes for call in self._calls)
-            alone = sum(call.bytes > 0 for call in self._calls) <= 1
+            total = sum(call.bytes for call in self._in_flight)
+            alone = sum(call.bytes > 0 for call in self._in_flight) <= 1
             if self.probe_at != min(breaker.probe_at for breaker in self._breakers.values()):
                 raise InvariantError("guard: the time of the next probe differs from the breakers'")
             if total != self._in_flight_bytes or (total > self._options.in_flight and not alone):
                 raise InvariantError(f"guard: {self._in_flight_bytes} bytes in flight, {total} counted")
+
+    def after_fork(self) -> None:
+        """Reject all calls in the child of a fork, where other threads of the parent may have held the lock. All totals
+        begin again."""
+        AdmissionControl.__init__(self, self._options, self._frame_bytes, self._clock, lambda time_s: None)
+        self._closed, self.refusal = True, ErrorKind.FORKED
 
     # Inside, under the lock
 
@@ -299,27 +294,27 @@ class AdmissionControl:
                 found[direction] = since_s, SWITCHED_OFF
         return found
 
-    def _await_room(self, breaker: Breaker, size_bytes: int, deadline: float) -> Refusal | None:
+    def _await_room(self, breaker: Breaker, call: Call) -> Refusal | None:
         """Wait in the queue for room. Return None when there is room, else why the call is rejected."""
         place = object()
         self._waiting.append(place)
         try:
-            while not (self._waiting[0] is place and self._has_room(size_bytes)):
+            while not (self._waiting[0] is place and self._has_room(call.bytes)):
                 # Also wake up when a call becomes overdue: that may open the breaker.
-                self._clock.wait(self._room, min(deadline, self._overdue_at) - self._clock())
+                self._clock.wait(self._changed, min(call.deadline, self._overdue_at) - self._clock())
                 time_s = self._clock()
                 if time_s >= self._overdue_at:
                     self._note_overdue()
                 if self._closed:
                     return Refusal.CLOSED
-                if time_s >= deadline:
+                if time_s >= call.deadline:
                     return Refusal.BUSY
                 if breaker.state is BreakerState.OPEN:
                     return Refusal.OPEN
             return None
         finally:
             self._waiting.remove(place)
-            self._room.notify_all()
+            self._changed.notify_all()
 
     def _has_room(self, size_bytes: int) -> bool:
         return self._in_flight_bytes == 0 or self._in_flight_bytes + size_bytes <= self._options.in_flight
@@ -333,10 +328,10 @@ class AdmissionControl:
             self._failures[direction, result] += 1
             self._health.failed(direction, call.cause or result)
         breaker = self._breakers[direction]
-        before = breaker.state
-        breaker.record(call.admitted, is_good, result, time_s)
+        was_closed = breaker.state is BreakerState.CLOSED
+        breaker.record(call.round, is_good, result, time_s)
         # A good call changes a breaker only if it closes the breaker or cancels a planned probe.
-        if not is_good or breaker.state is not before or self.probe_at < math.inf:
+        if not (is_good and was_closed and self.probe_at == math.inf):
             self._breakers_moved()
 
     def _breakers_moved(self) -> None:
@@ -349,7 +344,7 @@ class AdmissionControl:
                 self._note_change(direction, breaker)
         self._tend()
         if self._waiting:
-            self._room.notify_all()
+            self._changed.notify_all()
 
     def _note_change(self, direction: Direction, breaker: Breaker) -> None:
         """Queue a change for the log. The probe thread writes it, because this may be a scheduler's thread."""
@@ -381,7 +376,7 @@ class AdmissionControl:
         if time_s < self._overdue_at:
             return
         grace_s = self._options.grace
-        for call in self._calls:
+        for call in self._in_flight:
             if not call.overdue and time_s >= call.deadline + grace_s:
                 call.overdue = True
                 self._record(call, CallResult.OVERDUE, time_s)
@@ -389,5 +384,5 @@ class AdmissionControl:
             if time_s >= overdue_at:
                 self._end_probe(direction, begun, False)
         probes = (overdue_at for _, overdue_at in self._probing.values())
-        calls = (call.deadline + grace_s for call in self._calls if not call.overdue)
+        calls = (call.deadline + grace_s for call in self._in_flight if not call.overdue)
         self._overdue_at = min((*probes, *calls), default=math.inf)

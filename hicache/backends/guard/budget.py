@@ -62,6 +62,8 @@ class DamageWatch:
         self._pages_max = options.damage_pages
         self._run = 0
         self._sound = False  # True once a sound page was read since the start or the last alarm
+        # True while `pages_at_once` returns None and `saw` has nothing to note unless a page is damaged.
+        self.is_calm = False
 
     def pages_at_once(self, read: Sequence[GetOutcome]) -> int | None:
         """Return how many pages of a batch to read next, after the outcomes `read`; None for all remaining pages.
@@ -69,7 +71,7 @@ class DamageWatch:
         Until the reader has seen a sound page, the first pages of a batch are read alone. After an alarm, pages are
         read one at a time.
         """
-        if self._sound and not self._run:
+        if self.is_calm:
             return None
         if self._pages_max > 1 and read and GetOutcome.CORRUPT not in read:
             return None
@@ -85,6 +87,7 @@ class DamageWatch:
                 self._backoff.reset()
             elif outcome is GetOutcome.CORRUPT:
                 self._run += 1
+        self.is_calm = self._sound and not self._run
         if self._run < self._pages_max:
             return None
         self._run = 0

@@ -311,7 +311,7 @@ class SharedFilesDriver:
         return Usage(len(sizes), sum(sizes), None)
 
     def free_bytes(self) -> int:
-        """See HasFreeSpace: what the file system has free above `free_space_floor`."""
+        """See SharesSweeps: what the file system has free above `free_space_floor`."""
         space = self._for_sweep(self._system.statvfs, self._root.fd)
         return space.f_bavail * space.f_frsize - self.options.free_space_floor
 

@@ -186,29 +186,31 @@ def forged(codec: FrameCodec, key: bytes, parent: bytes) -> bytes:
     return bytes(frame)
 
 
-def store_chain(store: Subject, keys: Sequence[bytes], parent: bytes | None = None) -> list[SetOutcome]:
+def store_chain(
+    store: Subject, keys: Sequence[bytes], parent: bytes | None = None, errors: list[str] | None = None
+) -> list[SetOutcome]:
     """Store the pages of `keys` as one batch."""
     frames = full_frames(store.backend.codec, keys)
-    return store.backend.batch_set(keys, frames, parent=parent, deadline=soon())
+    return store.backend.batch_set(keys, frames, parent=parent, deadline=soon(), errors=errors)
 
 
-def load(store: Subject, keys: Sequence[bytes]) -> list[GetOutcome]:
+def load(store: Subject, keys: Sequence[bytes], errors: list[str] | None = None) -> list[GetOutcome]:
     """Read pages and assert that each hit is the right page."""
     frames = empty_frames(store.backend.codec, len(keys))
-    outcomes = store.backend.batch_get(keys, frames, deadline=soon())
+    outcomes = store.backend.batch_get(keys, frames, deadline=soon(), errors=errors)
     for key, frame, outcome in zip(keys, frames, outcomes, strict=True):
         assert outcome is not HIT or holds(store.backend.codec, key, frame), "a wrong page was served"
     return outcomes
 
 
-def exists(store: Subject, keys: Sequence[bytes]) -> int:
+def exists(store: Subject, keys: Sequence[bytes], errors: list[str] | None = None) -> int:
     """Return how many of `keys` are stored before the first missing one."""
-    return store.backend.batch_exists(keys, deadline=soon())
+    return store.backend.batch_exists(keys, deadline=soon(), errors=errors)
 
 
-def delete(store: Subject, keys: Sequence[bytes]) -> int:
+def delete(store: Subject, keys: Sequence[bytes], errors: list[str] | None = None) -> int:
     """Remove pages; return how many were stored."""
-    return store.backend.delete(keys, deadline=soon())
+    return store.backend.delete(keys, deadline=soon(), errors=errors)
 
 
 def churn(store: Subject, keys: Sequence[bytes], dice: random.Random, rounds: int) -> None:

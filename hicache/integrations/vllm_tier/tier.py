@@ -21,13 +21,11 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from ...backends.base import Direction, GetOutcome, SetOutcome
+from ...backends.base import Direction, GetOutcome
 from ...backends.storage import Storage
 from ...clock import SYSTEM_CLOCK, Clock
 from ...config import HiCacheConfig
 from ...controller.gate import OpenStore
-from ...controller.storage import require_answers
-from ...errors import BackendError
 from ...frame import PageBuffer
 from ...keys import Namespace
 from ...logs import LimitedLog
@@ -294,26 +292,22 @@ class ChunkTier:
             beat()
             keys = [self._key_of(batch.questions[position][0]) for position in part]
             found = call.store.backend.batch_has(keys, deadline=batch.deadline_s)
-            require_answers(found, bool, len(keys))
             batch.answers += found
 
     def _read(self, job: Job, beat: _Beat) -> None:
-        """Read in batches. A page counts only if its frame is sealed as that page: a backend may not have filled it."""
+        """Read in batches."""
         backend = job.store.backend
         for part in self._parts(job, beat):
             keys, pages = [job.keys[position] for position in part], self._pages(job, part)
             began_s = self._clock()
             outcomes = backend.batch_get(keys, pages, deadline=self._deadline_s(job))
             job.seconds += self._clock() - began_s
-            require_answers(outcomes, GetOutcome, len(keys))
             with job.lock:
                 if not job.belongs():
                     return
-                for position, key, page, outcome in zip(part, keys, pages, outcomes, strict=True):
+                for position, page, outcome in zip(part, pages, outcomes, strict=True):
                     if outcome is not GetOutcome.HIT:
                         continue
-                    if not backend.codec.is_sealed(key, page):
-                        raise BackendError("the backend reports a hit but has not filled the frame with that page")
                     if isinstance(page, memoryview):
                         self._rows.fill_row(job.rows[position], page)
                     job.done.append(position)
@@ -336,7 +330,6 @@ class ChunkTier:
             began_s = self._clock()
             outcomes = backend.batch_set(keys, pages, parent=None, deadline=self._deadline_s(job))
             job.seconds += self._clock() - began_s
-            require_answers(outcomes, SetOutcome, len(keys))
             with job.lock:
                 if not job.belongs():
                     return

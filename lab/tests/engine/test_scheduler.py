@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from hicache.backends.calls import Call
 from hicache.backends.testing import memory_store
 from hicache.cache import HiRadixCache, SessionCache
 from hicache.clock import Clock
@@ -50,9 +51,9 @@ class GatedBackend(Passing):
         super().__init__(memory_store(codec))
         self.gate = threading.Event()
 
-    def batch_exists(self, keys: Sequence[bytes], *, deadline: float) -> int:
+    def _exists(self, call: Call, keys: Sequence[bytes]) -> int:
         self.gate.wait(WAIT_S)
-        return super().batch_exists(keys, deadline=deadline)
+        return super()._exists(call, keys)
 
 
 def gated_engine() -> tuple[Engine, GatedBackend]:

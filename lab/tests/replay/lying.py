@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.calls import Call
 from hicache.backends.testing import memory_store
 from hicache.frame import HEADER_BYTES, FrameCodec, unseal
 from tests.passing import Passing
@@ -21,21 +22,21 @@ class MemoryStorage(Passing):
 class FlippingBackend(MemoryStorage):
     """Flips one bit of each page before sealing."""
 
-    def batch_set(
-        self, keys: Sequence[bytes], pages: Sequence[Any], *, parent: bytes | None, deadline: float
+    def _set(
+        self, call: Call, keys: Sequence[bytes], pages: Sequence[Any], parent: bytes | None
     ) -> list[SetOutcome]:
         changed = [memoryview(bytearray(frame)) for frame in pages]
         for frame in changed:
             unseal(frame)
             frame[HEADER_BYTES + 100] ^= 0x10
-        return super().batch_set(keys, changed, parent=parent, deadline=deadline)
+        return super()._set(call, keys, changed, parent)
 
 
 class SwappingBackend(MemoryStorage):
     """Returns the first page of a batch in place of each page, under the seal of the requested page."""
 
-    def batch_get(self, keys: Sequence[bytes], pages: Sequence[Any], *, deadline: float) -> list[GetOutcome]:
-        outcomes = super().batch_get(keys, pages, deadline=deadline)
+    def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[Any]) -> list[GetOutcome]:
+        outcomes = super()._get(call, keys, pages)
         for frame in pages[1:]:
             frame[HEADER_BYTES:] = pages[0][HEADER_BYTES:]
         return outcomes

@@ -6,8 +6,8 @@ import math
 from typing import Any
 
 from hicache.backends.base import Direction
+from hicache.backends.calls import Refusal
 from hicache.backends.driver import Driver
-from hicache.backends.guard.calls import Refusal
 from hicache.backends.store import Store
 from hicache.clock import Clock, ManualClock
 from hicache.config.guard import GuardConfig

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import Direction, GetOutcome, SetOutcome, Usage
+from hicache.backends.calls import CallResult, Refusal
 from hicache.backends.compose import Levels, Part
 from hicache.backends.errors import ErrorKind, StoreError
 from hicache.backends.guard import Override, Verb
 from hicache.backends.guard.breaker import BreakerState
-from hicache.backends.guard.calls import CallResult, Refusal
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.pages import PageReads, PageWrites
 from hicache.backends.storage import Storage, store_statistics

@@ -6,11 +6,13 @@ import itertools
 import logging
 import math
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from hicache.backends.base import Direction, SetOutcome
+from hicache.backends.calls import Call
 from hicache.backends.errors import ErrorKind, StoreError
 from hicache.backends.file import FileDriver
 from hicache.backends.guard import CallResult, HealthState, Override, Verb, grouped
@@ -315,14 +317,19 @@ def test_a_bug_of_a_backend_is_a_cause(guard_of: Callable[..., Store]) -> None:
 
 def test_pages_that_wait_for_room_in_flight_until_their_deadline_are_not_kept() -> None:
     clock = ManualClock()
-    admission = AdmissionControl(GuardConfig(in_flight=1 << 20), clock, lambda at_s: None)
-    with admission.enter(Verb.SET, 8, 1 << 20, deadline=math.inf) as call:
+    admission = AdmissionControl(GuardConfig(in_flight=1 << 20), 1, clock, lambda at_s: None)
+    admission.enter(call := Call(Verb.SET, 8, 1 << 20, math.inf))
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(admission.enter, Call(Verb.SET, 3, 1 << 20, clock() + 1.0))
+        wait_for(lambda: len(admission._waiting) == 1)
+        clock.advance(1.0)
         with pytest.raises(StoreError, match="guard_busy"):
-            admission.enter(Verb.SET, 3, 1 << 20, deadline=clock() - 1.0)
-        clock.advance(CONFIRM_S)
-        found = admission.health()
-        assert (found.state, found.cause, found.pages) == (HealthState.KEEPS_NOTHING, BUSY, 3)
-        call.result, call.kept = CallResult.GOOD, SetOutcome.STORED
+            waiting.result()
+    clock.advance(CONFIRM_S)
+    found = admission.health()
+    assert (found.state, found.cause, found.pages) == (HealthState.KEEPS_NOTHING, BUSY, 3)
+    call.result, call.kept = CallResult.GOOD, SetOutcome.STORED
+    admission.leave(call, [SetOutcome.STORED] * 8)
     assert admission.health().state is HealthState.WORKING, "the call in flight has kept its pages"
 
 

@@ -12,13 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.backends.base import Direction, GetOutcome
+from hicache.backends.calls import Call, CallResult
 from hicache.backends.compose import Levels, Part
 from hicache.backends.guard import BOUNDS_S, Override, Verb
 from hicache.backends.guard.admission import AdmissionControl
 from hicache.backends.guard.budget import BURST_CALLS, BURST_PAGES, DamageWatch, RetryBudget
-from hicache.backends.guard.calls import CallResult
 from hicache.backends.registry import BackendSpec, open_spec
-from hicache.backends.storage import Storage
 from hicache.backends.store import Store
 from hicache.cache import HiRadixCache, create_cache
 from hicache.clock import ManualClock
@@ -89,11 +88,13 @@ def test_after_an_undamaged_head_the_rest_is_read_unless_after_an_alarm() -> Non
 
 def test_calls_that_began_before_an_alarm_stop_and_raise_no_second_one() -> None:
     """A second alarm would lengthen the pause although nothing was read since the first."""
-    admission = AdmissionControl(tuned(GuardConfig, damage_pages=2), ManualClock(), lambda at_s: None)
-    with admission.enter(Verb.GET, 2, 0, math.inf) as first, admission.enter(Verb.GET, 2, 0, math.inf) as second:
-        assert not admission.saw_pages(first, [CORRUPT] * 2)
-        assert not admission.saw_pages(second, [CORRUPT] * 2)
-    assert admission.statistics().breakers[Direction.READ].opens == 1
+    admission = AdmissionControl(tuned(GuardConfig, damage_pages=2), 1, ManualClock(), lambda at_s: None)
+    calls = [Call(Verb.GET, 2, 0, math.inf) for _ in range(2)]
+    for call in calls:
+        admission.enter(call)
+    for call in calls:
+        assert not admission.saw_pages(call, [CORRUPT] * 2)
+    assert admission.guard_statistics().breakers[Direction.READ].opens == 1
 
 
 @pytest.mark.parametrize(("verb", "first_s"), [(Verb.GET, 0.25), (Verb.SET, 0.5)])
@@ -101,9 +102,10 @@ def test_the_first_probe_is_short_and_later_ones_have_the_configured_time(
     verb: Verb, first_s: float
 ) -> None:
     clock = ManualClock()
-    admission = AdmissionControl(tuned(GuardConfig, probe_timeout=2.0), clock, lambda at_s: None)
-    with admission.enter(verb, 1, 0, deadline=math.inf) as call:
-        call.result = CallResult.ERROR
+    admission = AdmissionControl(tuned(GuardConfig, probe_timeout=2.0), 1, clock, lambda at_s: None)
+    admission.enter(call := Call(verb, 1, 0, math.inf))
+    call.result = CallResult.ERROR
+    admission.leave(call, [ERROR])
     first = admission.begin_probe(verb.direction)
     assert first is not None and first[1] == clock() + first_s
     admission.probed(verb.direction, first[0], ok=False)
@@ -115,13 +117,14 @@ def test_the_first_probe_is_short_and_later_ones_have_the_configured_time(
 @given(st.lists(st.floats(0, 1000, allow_nan=False), max_size=50))
 def test_each_call_is_counted_in_the_bucket_of_its_latency(seconds: list[float]) -> None:
     clock, taken = ManualClock(), []
-    admission = AdmissionControl(GuardConfig(), clock, lambda at_s: None)
+    admission = AdmissionControl(GuardConfig(), 1, clock, lambda at_s: None)
     for value in seconds:
         began_s = clock()
-        with admission.enter(Verb.GET, 1, 0, deadline=math.inf):
-            clock.advance(value)
+        admission.enter(call := Call(Verb.GET, 1, 0, math.inf))
+        clock.advance(value)
+        admission.leave(call, [HIT])
         taken.append(clock() - began_s)  # the value, rounded
-    found = admission.statistics().latency[Verb.GET]
+    found = admission.guard_statistics().latency[Verb.GET]
     assert found.calls == len(seconds)
     assert found.seconds == pytest.approx(sum(taken))
     for number, bound in enumerate(BOUNDS_S):
@@ -162,7 +165,7 @@ def test_a_cache_has_the_configured_guard(guard: Store) -> None:
     assert guard.guard_statistics().breakers[Direction.WRITE].override is Override.OFF, "YAML reads off as false"
 
 
-def open_pair(codec: FrameCodec) -> Storage:
+def open_pair(codec: FrameCodec) -> Levels:
     """Return a composition whose parts have their own guards."""
     return Levels(codec, [Part(name, open_spec(BackendSpec("memory", name=name), codec)) for name in "ab"])
 

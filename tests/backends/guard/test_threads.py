@@ -10,9 +10,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from hicache.backends.base import Direction, GetOutcome, SetOutcome, Usage
+from hicache.backends.calls import Refusal
 from hicache.backends.errors import ErrorKind
 from hicache.backends.guard import Override
-from hicache.backends.guard.calls import Refusal
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.pages import PageReads, PageWrites
 from hicache.backends.store import Store
