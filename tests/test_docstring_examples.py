@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 import hicache
-from hicache.backends.storage import Storage
+from hicache.backends.verbs import Verbs
 
 SHOWN = [
     hicache.HiCacheConfig, hicache.KVGeometry, hicache.Namespace, hicache.RadixKey, hicache.create_cache,
-    hicache.create_host_cache, hicache.open_storage, Storage,
+    hicache.create_host_cache, hicache.open_storage, Verbs,
 ]
 
 

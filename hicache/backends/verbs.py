@@ -36,7 +36,18 @@ T = TypeVar("T")
 
 
 class Verbs(ABC):
-    """Pages of one namespace. See the module's docstring for the rules of every verb.
+    """Pages of one namespace. See the module's docstring for the rules of every verb. `hicache.open_storage` returns one:
+
+        >>> from hicache import HiCacheConfig, KVGeometry, Namespace, open_storage
+        >>> namespace = Namespace("weights", KVGeometry(layers=2, heads=1, head_dim=8, page_size=16))
+        >>> config = HiCacheConfig.model_validate({"page_size": 16, "storage": {"type": "memory"}})
+        >>> store, key, deadline = open_storage(config, namespace), bytes(32), float("inf")
+        >>> page = memoryview(bytearray(store.codec.frame_bytes))
+        >>> [outcome.name for outcome in store.batch_set([key], [page], parent=None, deadline=deadline)]
+        ['STORED']
+        >>> store.batch_exists([key, bytes(31) + b"2"], deadline=deadline)
+        1
+        >>> store.close()
 
     A verb checks its arguments, and passes a Call with at least one key to the abstract function of its name, which may
     raise StoreError to end the call as if it had been rejected. `calls` admits and counts the calls, or is None for a
