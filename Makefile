@@ -162,7 +162,7 @@ $(PEERS)/.stamp: examples/requirements-peers.txt | $(VENV)/.test-stamp
 	@trap '[ $$? = 0 ] || echo "NIXL and AIBrix could not be installed into $(PEERS): their tests did not run" >&2' EXIT
 	echo "installing NIXL and AIBrix's KV cache into $(PEERS): 0.3 GB"
 	$(BIN)/python -m venv --clear $(PEERS)
-	$(BIN)/python -c 'import site; print(site.getsitepackages()[0])' \
+	$(BIN)/python -c 'import os, site; print(site.getsitepackages()[0], os.path.abspath("lab/src"), sep="\n")' \
 	  > "$$($(PEERS)/bin/python -c 'import site; print(site.getsitepackages()[0])')/shared.pth"
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $<
 	touch $@

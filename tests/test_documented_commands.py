@@ -20,8 +20,8 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from hicache.backends.testing import make_keys
 from hicache.cli.main import main
+from hicache_lab.conformance import make_keys
 from hicache_lab.devservers.launcher import launch
 from hicache_lab.devservers.ports import LOOPBACK, free_ports
 from tests.admin.ctl import Ctl

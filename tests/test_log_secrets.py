@@ -18,14 +18,14 @@ from hicache.backends.memory import MemoryDriver
 from hicache.backends.opening import StorageOpener
 from hicache.backends.pages import PageReads
 from hicache.backends.store import Store
-from hicache.backends.testing import NAMESPACE as NAMESPACE_DIGEST
-from hicache.backends.testing import PAYLOAD_BYTES, empty_frames, make_keys, soon
 from hicache.cache.report import CacheLog
 from hicache.config import HiCacheConfig
 from hicache.config.guard import GuardConfig
 from hicache.frame import FrameCodec
 from hicache.keys import RadixKey
 from hicache.logs import set_up_logging, shortened
+from hicache_lab.conformance import NAMESPACE as NAMESPACE_DIGEST
+from hicache_lab.conformance import PAYLOAD_BYTES, empty_frames, make_keys, soon
 from tests.cache.world import GEOMETRY, NAMESPACE, World
 from tests.daemon.daemons import NAMESPACE as NAMESPACE_OF_DAEMON
 from tests.daemon.daemons import TOKEN, Daemon, keys_of, write

@@ -24,8 +24,6 @@ from hicache.backends.guard.breaker import BreakerState, BreakerStatistics
 from hicache.backends.guard.log import GuardLog
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.store import Store
-from hicache.backends.testing import driver_of, memory_store, store_of
-from hicache.backends.testing.pages import NAMESPACE, PAYLOAD_BYTES, empty_frames, full_frames, make_keys, soon
 from hicache.cache import create_cache
 from hicache.cache.report import LIMITS, DropLog, dropped
 from hicache.cache.statistics import CacheStatistics
@@ -37,6 +35,8 @@ from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 from hicache.logs import LimitedLog, request_id, set_up_logging
 from hicache.supervised import SupervisedPool
+from hicache_lab.conformance import driver_of, memory_store, store_of
+from hicache_lab.conformance.pages import NAMESPACE, PAYLOAD_BYTES, empty_frames, full_frames, make_keys, soon
 from hicache_lab.faults import FaultyDriver
 from hicache_lab.log_page import LogCall, entries, log_calls, page
 from tests.tuned import tuned

@@ -25,7 +25,6 @@ from hicache.backends.guard import BOUNDS_S, IDLE, LatencyStatistics, Override, 
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.storage import StoreStatistics, store_statistics
 from hicache.backends.store import Store
-from hicache.backends.testing import NAMESPACE, empty_frames, full_frames, make_keys, memory_store, soon
 from hicache.cache.break_even import BreakEven, Decision, Rates, Route
 from hicache.cache.report import LIMITS
 from hicache.cache.statistics import CacheStatistics, SessionStatistics
@@ -39,6 +38,7 @@ from hicache.metrics.families import CACHE_METRICS, cache_collector
 from hicache.metrics.server import MetricsServer
 from hicache.metrics.spec import BUILD_INFO, LABELS, MetricSpec, SnapshotCollector
 from hicache.metrics.stores import STORE_METRICS, store_table
+from hicache_lab.conformance import NAMESPACE, empty_frames, full_frames, make_keys, memory_store, soon
 from hicache_lab.metrics_page import page
 from tests.cache.world import GEOMETRY, World, codec, prompt
 from tests.ranks import Exchange

@@ -11,7 +11,11 @@ import pytest
 import yaml
 
 from hicache.backends.registry import BackendSpec, open_spec
-from hicache.backends.testing import (
+from hicache.config import load_config
+from hicache.errors import BackendUnavailable
+from hicache.frame import FrameCodec
+from hicache.integrations.options import engine_config
+from hicache_lab.conformance import (
     HIT,
     NAMESPACE,
     STORED,
@@ -22,10 +26,6 @@ from hicache.backends.testing import (
     payload_of,
     soon,
 )
-from hicache.config import load_config
-from hicache.errors import BackendUnavailable
-from hicache.frame import FrameCodec
-from hicache.integrations.options import engine_config
 from hicache_lab.devservers import (
     DevService,
     MooncakeClientDaemon,

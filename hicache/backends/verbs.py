@@ -36,7 +36,8 @@ T = TypeVar("T")
 
 
 class Verbs(ABC):
-    """Pages of one namespace. See the module's docstring for the rules of every verb. `hicache.open_storage` returns one:
+    """Pages of one namespace. See the module's docstring for the rules of every verb. `hicache.open_storage`
+    returns one:
 
         >>> from hicache import HiCacheConfig, KVGeometry, Namespace, open_storage
         >>> namespace = Namespace("weights", KVGeometry(layers=2, heads=1, head_dim=8, page_size=16))

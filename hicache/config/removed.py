@@ -38,7 +38,7 @@ REMOVED: dict[str, str] = {
     "storage.guard.failure_share": "failures of half of the last 20 calls open the breaker; delete the entry",
     "storage.guard.failures": "three failed calls in a row open the breaker; delete the entry",
     "storage.guard.grace": "a call may end half a second after its deadline; delete the entry",
-    "storage.guard.inject": "put the storage type `faulty` of the package hicache-lab around this store (docs/reliability.md)",
+    "storage.guard.inject": "put a store of type `faulty`, of hicache-lab, around it (docs/reliability.md)",
     "storage.guard.probe_timeout": "a probe may take 5 s; delete the entry",
     "storage.guard.retry_share": "one call in ten is retried at most; delete the entry",
     "storage.options.connect_timeout": "a connection is made within 2 s or fails; delete the entry",

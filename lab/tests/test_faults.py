@@ -14,7 +14,11 @@ from hicache.backends.driver import Clears, FindsPrefixes, HasIncidents, Inspect
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.registry import BackendSpec, open_spec
 from hicache.backends.store import UNGUARDED, Store
-from hicache.backends.testing import (
+from hicache.clock import SYSTEM_CLOCK, Clock
+from hicache.config.guard import GuardConfig
+from hicache.errors import ConfigError
+from hicache.frame import FrameCodec
+from hicache_lab.conformance import (
     CORRUPT,
     HIT,
     NAMESPACE,
@@ -27,10 +31,6 @@ from hicache.backends.testing import (
     make_keys,
     soon,
 )
-from hicache.clock import SYSTEM_CLOCK, Clock
-from hicache.config.guard import GuardConfig
-from hicache.errors import ConfigError
-from hicache.frame import FrameCodec
 from hicache_lab.faults import INJECTED, FaultOptions, FaultyDriver
 from tests.clocks import PassingClock
 from tests.tuned import tuned

@@ -9,8 +9,8 @@ from typing import Any
 
 from hicache.backends.registry import BackendSpec, open_spec
 from hicache.backends.storage import Storage
-from hicache.backends.testing import HIT, empty_frames, full_frames, holds
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import HIT, empty_frames, full_frames, holds
 from tests.daemon import daemons
 from tests.waiting import WAIT_S, wait_for
 

@@ -17,8 +17,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
-from hicache.backends.testing import NAMESPACE, STORED, full_frames, load, make_keys, soon
-from hicache.backends.testing.pages import in_parts
+from hicache_lab.conformance import NAMESPACE, STORED, full_frames, load, make_keys, soon
+from hicache_lab.conformance.pages import in_parts
 
 from ._files import FORMS, PAGE, Faulty, file_driver, open_file, purge
 

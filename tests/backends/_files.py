@@ -20,12 +20,12 @@ from hicache.backends.limit import CapacityLimit
 from hicache.backends.storage import Storage
 from hicache.backends.store import UNGUARDED, Store
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject, driver_of
 from hicache.backends.tools.removal import RemovalProgress, purge_stored
 from hicache.backends.tools.verify import NO_KEYS, PageKeys, ScrubProgress, verify_stored
 from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config import FileStorageOptions
 from hicache.frame import Compression, FrameCodec
+from hicache_lab.conformance import NAMESPACE, PAYLOAD_BYTES, Subject, driver_of
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 PAGE = CODEC.frame_bytes

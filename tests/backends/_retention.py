@@ -15,7 +15,9 @@ from hicache.backends.registry import BackendSpec, open_spec, open_stored
 from hicache.backends.retention import CLOCK_SKEW_S, Retention
 from hicache.backends.storage import Storage
 from hicache.backends.store import Store
-from hicache.backends.testing import (
+from hicache.clock import Clock, ManualClock
+from hicache.frame import Compression, FrameCodec, FrameHeader, PageBuffer, header_of
+from hicache_lab.conformance import (
     HIT,
     MISS,
     NAMESPACE,
@@ -28,8 +30,6 @@ from hicache.backends.testing import (
     holds,
     make_keys,
 )
-from hicache.clock import Clock, ManualClock
-from hicache.frame import Compression, FrameCodec, FrameHeader, PageBuffer, header_of
 from tests.clocks import At
 from tests.waiting import WAIT_S, wait_for
 

@@ -12,10 +12,10 @@ from hicache.backends.limit import CapacityLimit
 from hicache.backends.shared_files import SharedFilesDriver
 from hicache.backends.store import UNGUARDED, Store
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import Subject, driver_of
 from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config.storage import SharedFilesStorageOptions
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import Subject, driver_of
 from tests.waiting import wait_for
 
 from ._files import CODEC, OPENED, with_doors

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hicache.backends.storage import Storage
-from hicache.backends.testing import Subject
+from hicache_lab.conformance import Subject
 
 
 def doorless(storage: Storage) -> Subject:

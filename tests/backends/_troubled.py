@@ -11,8 +11,8 @@ from hicache.backends.driver import Answer
 from hicache.backends.errors import StoreError
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.pages import PageReads, PageWrites
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import NAMESPACE, PAYLOAD_BYTES
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 

@@ -17,7 +17,7 @@ TESTS = '''
 import pytest
 
 from hicache.backends.memory import MemoryDriver
-from hicache.backends.testing import memory_subject, SoleDriverContract, Subject, bare
+from hicache_lab.conformance import memory_subject, SoleDriverContract, Subject, bare
 
 
 class TestSound(SoleDriverContract):
@@ -55,7 +55,7 @@ def rows(tmp_path: Path, repository: Path, *args: str) -> tuple[int, str, dict[s
     (tmp_path / "test_some.py").write_text(TESTS)
     (tmp_path / "test_other.py").write_text(TESTS.replace("class TestWrong", "class TestLast"))
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "hicache.backends.testing.table",
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "hicache_lab.conformance.table",
          "-k", "exists or infinite or deleting or something", *args],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(repository)}, capture_output=True, text=True, timeout=300,
         check=False,

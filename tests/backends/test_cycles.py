@@ -16,7 +16,12 @@ from hicache.backends.compose.sharded import ShardCodec
 from hicache.backends.file.inspection import make_store
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import (
+from hicache.backends.tools.copying import copy_stored
+from hicache.backends.tools.removal import trim_stored
+from hicache.backends.tools.survey import survey
+from hicache.backends.tools.verify import NO_KEYS
+from hicache.clock import ManualClock
+from hicache_lab.conformance import (
     CORRUPT,
     HIT,
     NAMESPACE,
@@ -33,11 +38,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.backends.tools.copying import copy_stored
-from hicache.backends.tools.removal import trim_stored
-from hicache.backends.tools.survey import survey
-from hicache.backends.tools.verify import NO_KEYS
-from hicache.clock import ManualClock
 from tests.backends._subjects import doorless
 from tests.waiting import wait_for
 

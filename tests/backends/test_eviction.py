@@ -11,7 +11,8 @@ from hicache.backends.base import SetOutcome
 from hicache.backends.file import FileDriver
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.store import Store
-from hicache.backends.testing import (
+from hicache.frame import FrameCodec
+from hicache_lab.conformance import (
     HIT,
     MISS,
     STORED,
@@ -23,7 +24,6 @@ from hicache.backends.testing import (
     memory_subject,
     store_chain,
 )
-from hicache.frame import FrameCodec
 
 from ._files import CODEC, FORMS, OPENED, PAGE, check, open_file
 

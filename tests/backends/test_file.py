@@ -16,7 +16,9 @@ import pytest
 from hicache.backends.base import SetOutcome
 from hicache.backends.file.driver import USES_FLUSH_S
 from hicache.backends.file.system import System
-from hicache.backends.testing import (
+from hicache.clock import ManualClock
+from hicache.frame import FrameCodec
+from hicache_lab.conformance import (
     CORRUPT,
     HIT,
     MISS,
@@ -34,8 +36,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.clock import ManualClock
-from hicache.frame import FrameCodec
 from tests.seeds import rng, seeds
 
 from . import _files
@@ -303,7 +303,7 @@ _WRITER = """
 import random, sys
 from collections import Counter
 from pathlib import Path
-from hicache.backends.testing import load, make_keys, store_chain
+from hicache_lab.conformance import load, make_keys, store_chain
 from tests.backends._files import PAGE, open_file
 
 root, number, capacity, rounds = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4])

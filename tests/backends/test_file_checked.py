@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from hicache.backends.file.store import FileStore
-from hicache.backends.testing import HIT, STORED, Subject, full_frames, load, make_keys, soon, store_chain
 from hicache.errors import BackendUnavailable
+from hicache_lab.conformance import HIT, STORED, Subject, full_frames, load, make_keys, soon, store_chain
 
 from ._files import CODEC, PAGE, Faulty, check, file_driver, open_file, page_path, temporary_files
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.testing import (
+from hicache_lab.conformance import (
     CORRUPT,
     HIT,
     MISS,

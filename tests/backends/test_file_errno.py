@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import SetOutcome
-from hicache.backends.testing import (
+from hicache.errors import BackendError
+from hicache_lab.conformance import (
     GET_ERROR,
     HIT,
     MISS,
@@ -25,7 +26,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.errors import BackendError
 from tests.seeds import IS_SOAK
 
 from ._files import (

@@ -12,7 +12,7 @@ import pytest
 
 from hicache.backends.file.inspection import FileInspection
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import HIT, STORED, full_frames, load, make_keys, soon, store_chain
+from hicache_lab.conformance import HIT, STORED, full_frames, load, make_keys, soon, store_chain
 
 from ._files import CODEC, PAGE, Faulty, check, file_options, open_file, temporary_files
 
@@ -22,7 +22,7 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 
 _KILLED = """
 import multiprocessing, os, signal, sys
-from hicache.backends.testing import NAMESPACE, make_keys, soon
+from hicache_lab.conformance import NAMESPACE, make_keys, soon
 from tests.backends._files import PAGE, file_driver, open_file
 root, how, alive = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
@@ -70,7 +70,7 @@ def test_the_locks_of_a_killed_engine_end_with_it_even_if_its_child_lives(root: 
 
 _USED_BY_CHILD = """
 import os, sys
-from hicache.backends.testing import NAMESPACE, empty_frames, full_frames, make_keys, soon, store_chain
+from hicache_lab.conformance import NAMESPACE, empty_frames, full_frames, make_keys, soon, store_chain
 from tests.backends._files import CODEC, check, file_driver, open_file
 from pathlib import Path
 root = Path(sys.argv[1])

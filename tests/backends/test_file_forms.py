@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.base import SetOutcome
-from hicache.backends.testing import (
+from hicache.backends.tools.page_file import inspect_page
+from hicache.backends.tools.verify import PageKeys, encoding_name, tag_name
+from hicache.frame import FrameCodec
+from hicache_lab.conformance import (
     CORRUPT,
     HIT,
     NAMESPACE,
@@ -20,9 +23,6 @@ from hicache.backends.testing import (
     make_keys,
     store_chain,
 )
-from hicache.backends.tools.page_file import inspect_page
-from hicache.backends.tools.verify import PageKeys, encoding_name, tag_name
-from hicache.frame import FrameCodec
 
 from . import _files
 from ._files import (

@@ -14,8 +14,8 @@ import pytest
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.file.system import why_no_room
-from hicache.backends.testing import CORRUPT, HIT, STORED, Subject, load, make_keys, soon, store_chain
 from hicache.backends.tools.removal import trim_stored
+from hicache_lab.conformance import CORRUPT, HIT, STORED, Subject, load, make_keys, soon, store_chain
 from tests.waiting import wait_for
 
 from ._files import PAGE, Faulty, check, disk_usage, file_driver, open_file, open_stored, page_files, purge, verify

@@ -20,7 +20,9 @@ import pytest
 from hicache.backends.base import SetOutcome
 from hicache.backends.file.index import JOURNAL, JOURNAL_BYTES, Index
 from hicache.backends.file.store import FileStore
-from hicache.backends.testing import (
+from hicache.backends.tools.removal import trim_stored
+from hicache.errors import BackendUnavailable
+from hicache_lab.conformance import (
     HIT,
     NAMESPACE,
     SET_ERROR,
@@ -32,8 +34,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.backends.tools.removal import trim_stored
-from hicache.errors import BackendUnavailable
 from tests.seeds import rng, seeds
 
 from ._files import (
@@ -289,7 +289,7 @@ def test_a_failure_while_leftovers_are_swept_is_counted_and_not_raised(root: Pat
 _CUT_SHORT = """
 import os, sys
 from pathlib import Path
-from hicache.backends.testing import make_keys, soon, store_chain
+from hicache_lab.conformance import make_keys, soon, store_chain
 from tests.backends._files import check, open_file
 root = Path(sys.argv[1])
 store = open_file(root)

@@ -14,7 +14,9 @@ import pytest
 from hicache.backends.base import StoredPage
 from hicache.backends.file.inspection import FileInspection, make_store
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import (
+from hicache.config import FileStorageOptions
+from hicache.errors import BackendUnavailable, NotOurs
+from hicache_lab.conformance import (
     HIT,
     NAMESPACE,
     InspectionContract,
@@ -26,8 +28,6 @@ from hicache.backends.testing import (
     sealed,
     store_chain,
 )
-from hicache.config import FileStorageOptions
-from hicache.errors import BackendUnavailable, NotOurs
 
 from ._files import CODEC, PAGE, Faulty, check, open_file, open_stored, page_path, reserved_bytes, temporary_files
 

@@ -12,7 +12,8 @@ import pytest
 
 from hicache.backends.base import StoredPage
 from hicache.backends.file.system import System
-from hicache.backends.testing import (
+from hicache.errors import BackendError
+from hicache_lab.conformance import (
     HIT,
     MISS,
     NAMESPACE,
@@ -23,7 +24,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.errors import BackendError
 from tests.waiting import wait_for
 
 from ._files import (

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.testing import (
+from hicache_lab.conformance import (
     HIT,
     MISS,
     PRESENT,

@@ -13,7 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.backends.testing import (
+from hicache.frame import HEADER_BYTES, Compression, FrameCodec, FrameHeader, PageView, first_bytes, frame_bytes
+from hicache_lab.conformance import (
     CORRUPT,
     GET_ERROR,
     HIT,
@@ -31,8 +32,7 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.backends.testing.pages import holds, in_parts
-from hicache.frame import HEADER_BYTES, Compression, FrameCodec, FrameHeader, PageView, first_bytes, frame_bytes
+from hicache_lab.conformance.pages import holds, in_parts
 from tests.seeds import seeds
 
 from ._files import CIPHER_KEY, FORMS, MAC_KEY, Faulty, check, open_file, temporary_files

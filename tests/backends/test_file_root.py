@@ -11,7 +11,11 @@ import pytest
 from hicache.backends.base import SetOutcome
 from hicache.backends.file.root import open_root
 from hicache.backends.file.system import System
-from hicache.backends.testing import (
+from hicache.clock import ManualClock
+from hicache.config import FileStorageOptions
+from hicache.errors import BackendUnavailable, ConfigError, InvalidInput, NotOurs
+from hicache.frame import FrameCodec
+from hicache_lab.conformance import (
     CORRUPT,
     HIT,
     MISS,
@@ -24,10 +28,6 @@ from hicache.backends.testing import (
     make_keys,
     store_chain,
 )
-from hicache.clock import ManualClock
-from hicache.config import FileStorageOptions
-from hicache.errors import BackendUnavailable, ConfigError, InvalidInput, NotOurs
-from hicache.frame import FrameCodec
 
 from ._files import (
     CODEC,

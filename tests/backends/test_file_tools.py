@@ -12,7 +12,11 @@ import pytest
 
 from hicache.backends.file.inspection import FileInspection
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import (
+from hicache.backends.tools.page_file import inspect_page
+from hicache.backends.tools.verify import NO_KEYS, tag_name, verify_stored
+from hicache.errors import BackendUnavailable
+from hicache.frame import HEADER_BYTES, FrameCodec, TagKind
+from hicache_lab.conformance import (
     HIT,
     MISS,
     NAMESPACE,
@@ -22,10 +26,6 @@ from hicache.backends.testing import (
     make_keys,
     store_chain,
 )
-from hicache.backends.tools.page_file import inspect_page
-from hicache.backends.tools.verify import NO_KEYS, tag_name, verify_stored
-from hicache.errors import BackendUnavailable
-from hicache.frame import HEADER_BYTES, FrameCodec, TagKind
 
 from . import _files
 from ._files import (

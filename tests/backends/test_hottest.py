@@ -12,9 +12,9 @@ import pytest
 
 from hicache.backends.base import PageId, StoredPage
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import NAMESPACE, OTHER_NAMESPACE, forged, make_keys
 from hicache.backends.tools.hottest import HottestChains
 from hicache.frame import HEADER_BYTES, NO_PARENT, FrameCodec
+from hicache_lab.conformance import NAMESPACE, OTHER_NAMESPACE, forged, make_keys
 from tests.seeds import rng, seeds
 
 KEYS = make_keys(30)

@@ -25,7 +25,11 @@ from hicache.backends.pages import PageWrites
 from hicache.backends.storage import store_statistics
 from hicache.backends.store import UNGUARDED, Store
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import (
+from hicache.background import BackgroundTask
+from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
+from hicache.errors import BackendUnavailable, InvalidInput
+from hicache.frame import FrameCodec, FrameHeader
+from hicache_lab.conformance import (
     HIT,
     MISS,
     OTHER_NAMESPACE,
@@ -45,10 +49,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.background import BackgroundTask
-from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
-from hicache.errors import BackendUnavailable, InvalidInput
-from hicache.frame import FrameCodec, FrameHeader
 from tests.seeds import rng, seeds
 from tests.test_supervised import no_threads
 from tests.waiting import WAIT_S, wait_for

@@ -8,8 +8,8 @@ import pytest
 
 from hicache.backends.base import Usage
 from hicache.backends.memory import MemoryDriver
-from hicache.backends.testing import Subject, bare, memory_subject, run_machine
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import Subject, bare, memory_subject, run_machine
 
 pytestmark = pytest.mark.long
 

@@ -10,7 +10,9 @@ import pytest
 from hicache.backends.base import SetOutcome, StoredPage
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import (
+from hicache.errors import InvalidInput
+from hicache.frame import Compression, FrameCodec
+from hicache_lab.conformance import (
     HIT,
     MISS,
     NAMESPACE,
@@ -31,8 +33,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.errors import InvalidInput
-from hicache.frame import Compression, FrameCodec
 from tests.seeds import rng, seeds
 
 from ._files import OPENED

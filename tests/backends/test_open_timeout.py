@@ -13,13 +13,13 @@ from typing import Any, cast
 import pytest
 
 from hicache.backends.remote.driver import create_memory
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, open_backend
 from hicache.config import Section
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.config.storage import STORAGE_SECTIONS
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import NAMESPACE, PAYLOAD_BYTES, open_backend
 from hicache_lab.devservers.ports import LOOPBACK
 from tests.tuned import tuned
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hicache.backends.order import PAGES_AT_ONCE, EvictionOrder
-from hicache.backends.testing import make_keys
 from hicache.errors import InvariantError
+from hicache_lab.conformance import make_keys
 from tests.seeds import rng, seeds
 
 

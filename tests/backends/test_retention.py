@@ -24,7 +24,11 @@ from hicache.backends.retention import INTERVAL_S_MAX, INTERVAL_S_MIN, LOOK_S, R
 from hicache.backends.shared_files import SharedFilesDriver
 from hicache.backends.shared_files.root import make_store as make_shared
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import (
+from hicache.backends.tools.copying import copy_stored
+from hicache.backends.tools.verify import NO_KEYS
+from hicache.clock import ManualClock
+from hicache.errors import BackendUnavailable, ConfigError
+from hicache_lab.conformance import (
     HIT,
     MISS,
     NAMESPACE,
@@ -34,10 +38,6 @@ from hicache.backends.testing import (
     bare,
     empty_frames,
 )
-from hicache.backends.tools.copying import copy_stored
-from hicache.backends.tools.verify import NO_KEYS
-from hicache.clock import ManualClock
-from hicache.errors import BackendUnavailable, ConfigError
 from tests.clocks import At
 from tests.waiting import wait_for
 

@@ -14,7 +14,9 @@ import pytest
 from hicache.backends.errors import StoreError
 from hicache.backends.shared_files import SharedFilesDriver
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import (
+from hicache.clock import ManualClock
+from hicache.errors import BackendUnavailable
+from hicache_lab.conformance import (
     GET_ERROR,
     HIT,
     MISS,
@@ -29,9 +31,7 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.backends.testing.inspection import OpenStored
-from hicache.clock import ManualClock
-from hicache.errors import BackendUnavailable
+from hicache_lab.conformance.inspection import OpenStored
 from tests.clocks import PassingClock
 from tests.waiting import WAIT_S
 

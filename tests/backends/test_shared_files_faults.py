@@ -20,7 +20,9 @@ from hicache.backends.base import SetOutcome
 from hicache.backends.errors import StoreError
 from hicache.backends.file.system import System
 from hicache.backends.shared_files.listing import LEFTOVER_AGE_S
-from hicache.backends.testing import (
+from hicache.clock import ManualClock
+from hicache.frame import FrameCodec
+from hicache_lab.conformance import (
     CORRUPT,
     GET_ERROR,
     HIT,
@@ -40,8 +42,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.clock import ManualClock
-from hicache.frame import FrameCodec
 from tests.waiting import wait_for
 
 from ._files import CODEC, PAGE, Faulty, Leftovers, obstruct, page_files, page_path
@@ -620,7 +620,7 @@ def test_a_page_whose_state_cannot_be_read_does_not_end_the_listing(tmp_path: Pa
 _CHILD = """
 import os, signal, sys
 from pathlib import Path
-from hicache.backends.testing import make_keys, store_chain
+from hicache_lab.conformance import make_keys, store_chain
 from tests.backends._files import Faulty
 from tests.backends._shared import open_shared
 

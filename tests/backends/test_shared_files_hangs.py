@@ -17,7 +17,9 @@ from hicache.backends.base import Direction
 from hicache.backends.errors import ErrorKind
 from hicache.backends.shared_files import SharedFilesDriver
 from hicache.backends.shared_files.threads import Lent
-from hicache.backends.testing import (
+from hicache.clock import Clock
+from hicache.errors import BackendUnavailable
+from hicache_lab.conformance import (
     GET_ERROR,
     HIT,
     MISS,
@@ -36,8 +38,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.clock import Clock
-from hicache.errors import BackendUnavailable
 from tests.clocks import PassingClock
 from tests.test_supervised import no_threads
 from tests.waiting import WAIT_S, wait_for

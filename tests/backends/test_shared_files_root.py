@@ -14,8 +14,8 @@ import pytest
 
 from hicache.backends.shared_files import SharedFilesDriver
 from hicache.backends.shared_files.root import MARKER, Root, RootLost, is_shared_store, open_root
-from hicache.backends.testing import HIT, SET_ERROR, STORED, load, make_keys, store_chain
 from hicache.errors import BackendError, BackendUnavailable, ConfigError, NotOurs
+from hicache_lab.conformance import HIT, SET_ERROR, STORED, load, make_keys, store_chain
 from tests.waiting import wait_for
 
 from ._files import Faulty, Leftovers, obstruct, open_file, page_files

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.testing import (
+from hicache_lab.conformance import (
     GET_ERROR,
     HIT,
     SET_ERROR,

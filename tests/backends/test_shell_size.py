@@ -13,8 +13,8 @@ import pytest
 import hicache.backends
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.store import Store
-from hicache.backends.testing import HIT, NAMESPACE, PAYLOAD_BYTES, empty_frames, full_frames, make_keys, soon
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import HIT, NAMESPACE, PAYLOAD_BYTES, empty_frames, full_frames, make_keys, soon
 
 PAGES = 8
 _FOLDER = str(Path(hicache.backends.__file__).parent)

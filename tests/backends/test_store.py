@@ -16,7 +16,10 @@ from hicache.backends.errors import StoreError
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.pages import SETTLE_S, PageReads, PageWrites
 from hicache.backends.store import UNGUARDED, Store
-from hicache.backends.testing import (
+from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
+from hicache.errors import InvalidInput
+from hicache.frame import HEADER_BYTES, Compression, FrameCodec, PageView, unseal
+from hicache_lab.conformance import (
     CORRUPT,
     GET_ERROR,
     HIT,
@@ -34,9 +37,6 @@ from hicache.backends.testing import (
     memory_store,
     soon,
 )
-from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
-from hicache.errors import InvalidInput
-from hicache.frame import HEADER_BYTES, Compression, FrameCodec, PageView, unseal
 from hicache_lab.faults import FaultOptions, FaultyDriver
 from tests.waiting import wait_for
 

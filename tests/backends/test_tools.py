@@ -13,13 +13,13 @@ import pytest
 from hicache.backends.base import StoredPage
 from hicache.backends.file.inspection import make_store
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, by_key, make_keys, sealed
 from hicache.backends.tools.copying import copy_stored
 from hicache.backends.tools.removal import purge_stored, trim_stored
 from hicache.backends.tools.survey import survey
 from hicache.backends.tools.verify import NO_KEYS, PageKeys, verify_stored
 from hicache.errors import InvalidInput
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import NAMESPACE, PAYLOAD_BYTES, by_key, make_keys, sealed
 from tests.backends import _files
 from tests.backends._files import open_stored
 from tests.seeds import rng, seeds

@@ -16,7 +16,10 @@ from hicache.backends.limit import LIST_INTERVAL_S
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.storage import Storage
 from hicache.backends.store import UNGUARDED, Store
-from hicache.backends.testing import (
+from hicache.daemon.pool import PagePool
+from hicache.daemon.sharing import SharedStore
+from hicache.frame import FrameCodec
+from hicache_lab.conformance import (
     HIT,
     MISS,
     STORED,
@@ -29,9 +32,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.daemon.pool import PagePool
-from hicache.daemon.sharing import SharedStore
-from hicache.frame import FrameCodec
 from hicache_lab.faults import FaultyDriver
 from tests.backends._files import CODEC, PAGE, open_file
 from tests.backends._subjects import doorless

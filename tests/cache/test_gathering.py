@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from hicache.backends.testing import memory_store
 from hicache.cache import RequestKV
 from hicache.cache.leaders import first_pages
 from hicache.config import HiCacheConfig
 from hicache.keys import RadixKey
 from hicache.policies import POLICIES
 from hicache.radix import RadixTree
+from hicache_lab.conformance import memory_store
 from tests.cache.world import GEOMETRY, World, codec, prompt
 
 KEY = prompt(*range(1, 13))  # 12 pages, copied four at a time: a sixteenth of L2

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from hicache import open_storage
-from hicache.backends.testing import soon
 from hicache.cache import HiRadixCache, create_cache
 from hicache.errors import ConfigError, InvalidInput
 from hicache.geometry import KVGeometry, PageShape, Piece
 from hicache.keys import Namespace, RadixKey, page_keys
+from hicache_lab.conformance import soon
 
 from .test_factory import NAMESPACE, config, file_storage
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import hicache.cache.prefetch
-from hicache.backends import testing
 from hicache.backends.base import Direction
 from hicache.backends.calls import Call
 from hicache.backends.file import FileDriver
@@ -19,6 +18,7 @@ from hicache.config import HiCacheConfig
 from hicache.config.storage import FileStorageOptions
 from hicache.errors import BackendError
 from hicache.keys import RadixKey
+from hicache_lab import conformance
 from tests.cache.host_world import HostWorld
 from tests.cache.world import GatedBackend, ShiftedClock, World, codec, every_hit, filled, prefetch, prompt
 from tests.waiting import WAIT_S, wait_for
@@ -38,7 +38,7 @@ def store_of(*keys: RadixKey) -> GatedBackend:
 
 
 def file_store(path: Path) -> Store:
-    return testing.store_of(FileDriver, codec(), FileStorageOptions(path=path, free_space_floor=0))
+    return conformance.store_of(FileDriver, codec(), FileStorageOptions(path=path, free_space_floor=0))
 
 
 def world_of(backend: GatedBackend, clock: Clock = SYSTEM_CLOCK, **changes: object) -> World:

@@ -16,8 +16,8 @@ from hicache.backends.pages import PageReads, PageWrites
 from hicache.backends.storage import Storage
 from hicache.backends.store import Store
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import bare, driver_of, memory_store, soon
 from hicache.errors import BackendError
+from hicache_lab.conformance import bare, driver_of, memory_store, soon
 from hicache_lab.devservers import MooncakeMaster
 from tests.backends.mooncake.store import open_backend
 from tests.cache.world import LastingBackend, World, codec, prompt

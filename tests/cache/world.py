@@ -21,7 +21,6 @@ from hicache.backends.calls import Call
 from hicache.backends.kept import KeptFrames
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.storage import Storage
-from hicache.backends.testing import bare
 from hicache.cache import HiRadixCache, RequestKV
 from hicache.cache.break_even import BreakEven, Rates
 from hicache.cache.prefetch_states import Prefetch
@@ -42,6 +41,7 @@ from hicache.tiers import (
     create_device_pool,
 )
 from hicache.types import PageIds
+from hicache_lab.conformance import bare
 from tests.passing import Passing
 from tests.tuned import tuned
 from tests.waiting import wait_for

@@ -6,9 +6,9 @@ from pathlib import Path
 
 from hicache.backends.file import FileDriver
 from hicache.backends.storage import Storage
-from hicache.backends.testing import STORED, Subject, store_chain, store_of
 from hicache.config import FileStorageOptions
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import STORED, Subject, store_chain, store_of
 
 
 def subject_of(storage: Storage) -> Subject:

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner, Result
 
-from hicache.backends.testing import make_keys
 from hicache.backends.tools.verify import SPARED
 from hicache.cli.main import main
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import make_keys
 from tests.cli.file_stores import fill
 from tests.clocks import At
 

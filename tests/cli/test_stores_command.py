@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hicache.backends.testing import HIT, STORED, Subject, exists, load, make_keys, open_backend, store_chain
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import HIT, STORED, Subject, exists, load, make_keys, open_backend, store_chain
 from tests.backends._files import open_stored
 from tests.cli.file_stores import fill, opened, subject_of
 from tests.cli.test_storage_command import invoke

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import yaml
 
-from hicache.backends.testing import (
+from hicache.frame import FrameCodec
+from hicache_lab.conformance import (
     HIT,
     NAMESPACE,
     PAYLOAD_BYTES,
@@ -22,7 +23,6 @@ from hicache.backends.testing import (
     open_backend,
     store_chain,
 )
-from hicache.frame import FrameCodec
 from hicache_lab.devservers import DevService, SeaweedServer, Storage, ValkeyServer
 from tests.cli.file_stores import subject_of
 from tests.cli.test_storage_command import invoke

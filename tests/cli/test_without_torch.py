@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.testing import make_keys
 from hicache.cli.main import COMMANDS, LAB_COMMANDS
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import make_keys
 from tests.cli.file_stores import fill
 
 pytestmark = pytest.mark.long

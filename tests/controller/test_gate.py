@@ -18,7 +18,6 @@ from hicache.backends.guard import Override
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.slot import OpenBackend
 from hicache.backends.storage import Storage
-from hicache.backends.testing import memory_store
 from hicache.clock import ManualClock
 from hicache.config import TransferConfig
 from hicache.config.guard import GuardConfig
@@ -41,6 +40,7 @@ from hicache.geometry import KVGeometry
 from hicache.keys import TOKEN_BYTES, PageChain, RadixKey
 from hicache.supervised import SupervisedPool
 from hicache.tiers import HostPool
+from hicache_lab.conformance import memory_store
 from hicache_lab.faults import FaultyDriver
 from tests.ranks import Exchange
 from tests.tuned import tuned

@@ -10,10 +10,10 @@ from typing import Self
 
 from hicache.backends.remote import RemoteDriver
 from hicache.backends.store import Store
-from hicache.backends.testing import HIT, full_frames, holds, make_keys, soon, store_of
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.frame import FrameCodec
 from hicache.shared_memory import Layout, SharedMemory
+from hicache_lab.conformance import HIT, full_frames, holds, make_keys, soon, store_of
 
 from .process import Daemon
 

@@ -11,9 +11,9 @@ import pytest
 
 from hicache.backends.remote import RemoteDriver
 from hicache.backends.store import Store
-from hicache.backends.testing import HIT, MISS, STORED, exists, full_frames, load, make_keys, soon, store_of
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import HIT, MISS, STORED, exists, full_frames, load, make_keys, soon, store_of
 from tests.backends._subjects import doorless
 from tests.daemon.process import Daemon
 from tests.waiting import wait_for

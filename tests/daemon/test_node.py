@@ -15,18 +15,6 @@ import pytest
 from hicache.backends.opening import StorageOpener
 from hicache.backends.registry import BackendSpec
 from hicache.backends.storage import Storage
-from hicache.backends.testing import (
-    GET_ERROR,
-    HIT,
-    SET_ERROR,
-    STORED,
-    Subject,
-    exists,
-    load,
-    make_keys,
-    memory_store,
-    store_chain,
-)
 from hicache.clock import ManualClock
 from hicache.config import HiCacheConfig
 from hicache.config.daemon import DaemonConfig
@@ -38,6 +26,18 @@ from hicache.daemon.statistics import NamespaceStatistics
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
 from hicache.host_memory import HostMemory
+from hicache_lab.conformance import (
+    GET_ERROR,
+    HIT,
+    SET_ERROR,
+    STORED,
+    Subject,
+    exists,
+    load,
+    make_keys,
+    memory_store,
+    store_chain,
+)
 from tests.backends._subjects import doorless
 from tests.waiting import WAIT_S, wait_for
 

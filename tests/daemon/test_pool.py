@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.base import Usage
-from hicache.backends.testing import make_keys
 from hicache.daemon.hot import EPOCH_BATCHES
 from hicache.daemon.pool import PagePool, PooledPage, PoolSpace
 from hicache.errors import InvalidInput, InvariantError
 from hicache.frame import HEADER_BYTES, NO_PARENT
 from hicache.frame.header import PARENT
+from hicache_lab.conformance import make_keys
 from tests.seeds import rng, seeds
 
 UNIT = 4096

@@ -15,10 +15,10 @@ import pytest
 from hicache.admin.models import Status
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.remote import RemoteDriver
-from hicache.backends.testing import Subject, load, make_keys, store_chain, store_of
 from hicache.cli.ctl_client import Address, AdminClient
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.errors import AdminError, BackendUnavailable
+from hicache_lab.conformance import Subject, load, make_keys, store_chain, store_of
 from hicache_lab.devservers.ports import LOOPBACK
 from tests.backends.remote.daemon import CODEC, Daemon
 from tests.certificates import Certificates, make_certificates

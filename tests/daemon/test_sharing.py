@@ -16,7 +16,14 @@ from hicache.backends.calls import Call
 from hicache.backends.pages import PageReads
 from hicache.backends.storage import Storage
 from hicache.backends.store import UNGUARDED, Store
-from hicache.backends.testing import (
+from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
+from hicache.daemon.flights import Flights
+from hicache.daemon.pool import PagePool
+from hicache.daemon.shared_slot import Attached
+from hicache.daemon.sharing import SharedStore
+from hicache.errors import InvalidInput
+from hicache.frame import HEADER_BYTES, Compression, FrameCodec, PageBuffer
+from hicache_lab.conformance import (
     CORRUPT,
     GET_ERROR,
     HIT,
@@ -43,13 +50,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
-from hicache.daemon.flights import Flights
-from hicache.daemon.pool import PagePool
-from hicache.daemon.shared_slot import Attached
-from hicache.daemon.sharing import SharedStore
-from hicache.errors import InvalidInput
-from hicache.frame import HEADER_BYTES, Compression, FrameCodec, PageBuffer
 from tests.backends._subjects import doorless
 from tests.backends._troubled import CODEC, Troubled
 from tests.passing import Passing

@@ -8,7 +8,10 @@ import pytest
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.memory import MemoryDriver
-from hicache.backends.testing import (
+from hicache.daemon.pool import PagePool
+from hicache.daemon.sharing import SharedStore
+from hicache.frame import FrameCodec
+from hicache_lab.conformance import (
     MISS,
     OpenStore,
     SampleContract,
@@ -18,9 +21,6 @@ from hicache.backends.testing import (
     memory_subject,
     run_machine,
 )
-from hicache.daemon.pool import PagePool
-from hicache.daemon.sharing import SharedStore
-from hicache.frame import FrameCodec
 from tests.backends._files import OPENED, open_file
 
 pytestmark = pytest.mark.long

@@ -13,7 +13,12 @@ import pytest
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.storage import Storage
 from hicache.backends.store import UNGUARDED, Store
-from hicache.backends.testing import (
+from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
+from hicache.config.guard import GuardConfig
+from hicache.daemon.pool import PagePool
+from hicache.daemon.sharing import SharedStore
+from hicache.frame import HEADER_BYTES
+from hicache_lab.conformance import (
     HIT,
     MISS,
     PRESENT,
@@ -33,11 +38,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
-from hicache.config.guard import GuardConfig
-from hicache.daemon.pool import PagePool
-from hicache.daemon.sharing import SharedStore
-from hicache.frame import HEADER_BYTES
 from tests.backends._subjects import doorless
 from tests.backends._troubled import CODEC, Troubled
 from tests.seeds import seeds

@@ -9,10 +9,10 @@ from typing import Any
 
 from hicache.backends.remote import RemoteDriver
 from hicache.backends.store import Store
-from hicache.backends.testing import empty_frames, full_frames, make_keys, soon, store_of
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.frame import FrameCodec
 from hicache.keys import PAGE_KEY_BYTES
+from hicache_lab.conformance import empty_frames, full_frames, make_keys, soon, store_of
 from hicache_lab.devservers.ports import LOOPBACK
 from tests.daemon.daemons import Daemon
 

@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 from hicache.backends.registry import BackendSpec, open_spec
-from hicache.backends.testing import HIT, NAMESPACE, STORED, empty_frames, full_frames, holds, make_keys, soon
 from hicache.config import load_config
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import HIT, NAMESPACE, STORED, empty_frames, full_frames, holds, make_keys, soon
 from tests.deploy.served import is_ready
 from tests.waiting import WAIT_S, wait_for
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from hicache.backends.registry import BackendSpec, open_spec
 from hicache.backends.storage import Storage
-from hicache.backends.testing import NAMESPACE
 from hicache.config.guard import GuardConfig
 from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import NAMESPACE
 from hicache_lab.devservers import DevServer, RedisServer, SeaweedServer, ValkeyServer
 from hicache_lab.devservers.ports import LOOPBACK
 from tests.proxy import Proxy

@@ -20,7 +20,7 @@ from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.guard import Override
 from hicache.backends.storage import Storage
 from hicache.backends.store import Store
-from hicache.backends.testing import empty_frames, full_frames, holds, make_keys, soon
+from hicache_lab.conformance import empty_frames, full_frames, holds, make_keys, soon
 from hicache_lab.devservers import DevServer, DevService
 from tests.faults.stores import CODEC, KINDS, PATIENCE_S, QUICK, TIMEOUT_S, Hurt, Kind
 from tests.proxy import Direction, Faults, Proxy

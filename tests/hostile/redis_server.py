@@ -26,10 +26,10 @@ from typing import Any
 from hicache.backends.base import StoredPage
 from hicache.backends.redis import RedisDriver
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, driver_of, make_keys, store_of
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import NAMESPACE, PAYLOAD_BYTES, driver_of, make_keys, store_of
 from hicache_lab.devservers.ports import LOOPBACK
 from tests.hostile.verbs import Texts, engine_verbs, operator_verbs, run_verb
 from tests.listening import Listener

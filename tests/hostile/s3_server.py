@@ -21,8 +21,8 @@ from hicache.backends.base import StoredPage
 from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.driver import object_name
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import HIT, NAMESPACE, full_frames, make_keys, store_of
 from hicache.errors import BackendUnavailable
+from hicache_lab.conformance import HIT, NAMESPACE, full_frames, make_keys, store_of
 from tests.backends.s3.bucket import CODEC, PAGE, options
 from tests.backends.s3.stub import Answer, Request, StubS3, reply
 from tests.hostile.verbs import Texts, Verbs, engine_verbs, operator_verbs, run_verb

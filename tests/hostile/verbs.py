@@ -13,8 +13,8 @@ from typing import TypeAlias
 from hicache.backends.base import GetOutcome, SetOutcome, StoredPage, Usage
 from hicache.backends.store import Store
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import HIT, empty_frames, full_frames, holds
 from hicache.errors import BackendUnavailable
+from hicache_lab.conformance import HIT, empty_frames, full_frames, holds
 
 Verbs: TypeAlias = dict[str, Callable[[], object]]
 

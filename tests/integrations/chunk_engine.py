@@ -17,12 +17,12 @@ from hicache.backends.calls import Call
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.opening import StorageOpener
 from hicache.backends.storage import Storage
-from hicache.backends.testing import bare
 from hicache.config import HiCacheConfig
 from hicache.frame import FrameCodec, PageBuffer
 from hicache.integrations.vllm_tier.identity import ChunkGroup, ChunkLayout, chunk_keys
 from hicache.integrations.vllm_tier.tier import ChunkTier, Ended
 from hicache.keys import Namespace
+from hicache_lab.conformance import bare
 from tests.passing import Passing
 from tests.waiting import wait_for
 

@@ -12,10 +12,10 @@ from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.calls import Call
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.storage import Storage
-from hicache.backends.testing import bare
 from hicache.errors import BackendError
 from hicache.frame import HEADER_BYTES, FrameCodec
 from hicache.keys import Namespace
+from hicache_lab.conformance import bare
 from tests.passing import Passing
 from tests.simulation.memory import JUNK, Finding
 from tests.stamps import Stamps

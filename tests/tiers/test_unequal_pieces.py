@@ -9,11 +9,11 @@ import pytest
 
 from hicache import HiCacheConfig, open_storage
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.testing import make_keys, soon
 from hicache.frame import Encoding, FrameHeader
 from hicache.geometry import PageShape, Piece
 from hicache.keys import Namespace
 from hicache.tiers import HostPool
+from hicache_lab.conformance import make_keys, soon
 from tests.backends._files import page_files
 
 # K and V of different head sizes, an indexer's bytes of an odd length, and an engine's own block.

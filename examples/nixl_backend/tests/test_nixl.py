@@ -17,7 +17,9 @@ from hicache_nixl_transfers import Move, Transfers
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.registry import BackendSpec, open_stored
-from hicache.backends.testing import (
+from hicache.errors import BackendUnavailable, ConfigError
+from hicache.frame import FrameCodec
+from hicache_lab.conformance import (
     CORRUPT,
     GET_ERROR,
     HIT,
@@ -38,8 +40,6 @@ from hicache.backends.testing import (
     store_chain,
     store_of,
 )
-from hicache.errors import BackendUnavailable, ConfigError
-from hicache.frame import FrameCodec
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 DEADLINE_S = 20.0

@@ -12,7 +12,9 @@ from hicache_sqlite import SqliteDriver
 from hicache.backends.base import SetOutcome
 from hicache.backends.errors import StoreError
 from hicache.backends.registry import BackendSpec, open_stored
-from hicache.backends.testing import (
+from hicache.errors import BackendUnavailable, ConfigError
+from hicache.frame import FrameCodec
+from hicache_lab.conformance import (
     MISS,
     NAMESPACE,
     PAYLOAD_BYTES,
@@ -33,8 +35,6 @@ from hicache.backends.testing import (
     store_chain,
     store_of,
 )
-from hicache.errors import BackendUnavailable, ConfigError
-from hicache.frame import FrameCodec
 
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 WHERE = "WHERE namespace = ? AND key = ?"

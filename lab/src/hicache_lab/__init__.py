@@ -2,7 +2,8 @@
 
 `engine` is a small engine with a model, `replay` runs traces of requests, `plan` computes sizes of tiers, `devservers`
 starts real storage servers, and `cli` has the commands for them, which the `hicache` command finds by the entry-point
-group `hicache.commands`. `log_page` and `metrics_page` generate pages of the documentation.
+group `hicache.commands`. `conformance` has the tests that every store passes, and `faults` a storage type that injects
+faults. `log_page` and `metrics_page` generate pages of the documentation.
 """
 
 __version__ = "0.1.0"

@@ -8,10 +8,10 @@ from typing import Literal
 
 import pytest
 
-from hicache.backends.testing import memory_store
 from hicache.cache import ChunkCache, SessionCache
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput, SessionBusy, UnknownSession
+from hicache_lab.conformance import memory_store
 from hicache_lab.engine import Engine, EngineOptions, RequestRecord, create_engine
 from hicache_lab.engine.schedule import Schedule
 from lab.tests.engine.world import (

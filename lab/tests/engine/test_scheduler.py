@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from hicache.backends.calls import Call
-from hicache.backends.testing import memory_store
 from hicache.cache import HiRadixCache, SessionCache
 from hicache.clock import Clock
 from hicache.errors import CapacityError, HiCacheError, InvalidInput, InvariantError, TransferError
@@ -22,6 +21,7 @@ from hicache.frame import FrameCodec
 from hicache.tiers import EngineBlocks, FailedTransfer, Fence, HostWindow, Transfer
 from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import PageIds
+from hicache_lab.conformance import memory_store
 from hicache_lab.engine import Engine, EngineOptions, FinishReason, LlamaModel, Sampling, Span
 from lab.tests.engine.world import (
     TINY,

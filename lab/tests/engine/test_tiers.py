@@ -15,10 +15,10 @@ import torch
 from hicache.backends.file import FileDriver
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.storage import Storage
-from hicache.backends.testing import driver_of, memory_store, store_of
 from hicache.config import FileStorageOptions
 from hicache.frame import FRAME_ALIGN, HEADER_BYTES, FrameCodec
 from hicache.keys import RadixKey, page_keys, token_bytes
+from hicache_lab.conformance import driver_of, memory_store, store_of
 from hicache_lab.engine import BUNDLED_MODEL, Checkpoint, Engine, load_checkpoint, load_tokenizer
 from lab.tests.engine.world import (
     assert_nothing_leaked,

@@ -6,9 +6,9 @@ import random
 
 import pytest
 
-from hicache.backends.testing import memory_store
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError
+from hicache_lab.conformance import memory_store
 from hicache_lab.engine import Engine, EngineOptions, FinishReason, RequestRecord, create_engine
 from lab.tests.engine.world import (
     assert_nothing_leaked,

@@ -7,8 +7,8 @@ from typing import Any
 
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.calls import Call
-from hicache.backends.testing import memory_store
 from hicache.frame import HEADER_BYTES, FrameCodec, unseal
+from hicache_lab.conformance import memory_store
 from tests.passing import Passing
 
 

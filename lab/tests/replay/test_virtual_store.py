@@ -9,9 +9,9 @@ import pytest
 from hicache.backends.file import FileDriver, driver
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.store import UNGUARDED, Store
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, make_keys
 from hicache.config import FileStorageOptions
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import NAMESPACE, PAYLOAD_BYTES, make_keys
 from hicache_lab.replay.virtual.clock import VirtualClock
 from hicache_lab.replay.virtual.machine import VirtualWorkers
 from hicache_lab.replay.virtual.store import FileTable, Table, TableDriver, UnverifiedCodec

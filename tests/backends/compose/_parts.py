@@ -10,8 +10,8 @@ from hicache.backends.compose.sharded import ShardCodec
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.storage import Storage
 from hicache.backends.store import Store
-from hicache.backends.testing import Subject, bare, memory_subject
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import Subject, bare, memory_subject
 from tests.waiting import wait_for
 
 from .._troubled import CODEC

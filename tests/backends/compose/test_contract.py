@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.testing import (
+from hicache.frame import FrameCodec
+from hicache_lab.conformance import (
     OpenStore,
     SampleContract,
     SoleDriverContract,
     StoreContract,
     Subject,
 )
-from hicache.frame import FrameCodec
 
 from .._files import open_file
 from ._parts import levels, memory, sharded

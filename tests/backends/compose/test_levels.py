@@ -11,7 +11,9 @@ import pytest
 from hicache.backends.base import GetOutcome, SetOutcome, Usage
 from hicache.backends.compose import Levels
 from hicache.backends.compose.interleave import LOOKUPS_MAX
-from hicache.backends.testing import (
+from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
+from hicache.frame import FrameHeader
+from hicache_lab.conformance import (
     HIT,
     MISS,
     PRESENT,
@@ -27,8 +29,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
-from hicache.frame import FrameHeader
 from tests.seeds import rng, seeds
 from tests.waiting import wait_for
 

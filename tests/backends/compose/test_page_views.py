@@ -9,7 +9,8 @@ import pytest
 from hicache.backends.compose import Levels, Shards
 from hicache.backends.compose.sharded import ShardCodec
 from hicache.backends.storage import Storage
-from hicache.backends.testing import (
+from hicache.frame import PageBuffer
+from hicache_lab.conformance import (
     HIT,
     MISS,
     STORED,
@@ -21,7 +22,6 @@ from hicache.backends.testing import (
     make_keys,
     soon,
 )
-from hicache.frame import PageBuffer
 from tests.waiting import wait_for
 
 from .._troubled import CODEC, Troubled

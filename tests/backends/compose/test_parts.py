@@ -17,13 +17,13 @@ from hicache.backends.memory import MemoryDriver
 from hicache.backends.registry import BackendSpec, check_backend, open_spec, open_stored
 from hicache.backends.storage import Storage
 from hicache.backends.store import Store
-from hicache.backends.testing import HIT, STORED, load, make_keys, open_backend, store_chain
 from hicache.cache import HiRadixCache, create_cache
 from hicache.config import HiCacheConfig
 from hicache.config.guard import GuardConfig
 from hicache.controller import TorchRankGroup
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import HIT, STORED, load, make_keys, open_backend, store_chain
 from tests.backends._subjects import doorless
 from tests.cache.world import NAMESPACE
 from tests.ranks import gloo_ranks

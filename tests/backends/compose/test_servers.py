@@ -10,7 +10,10 @@ import pytest
 
 from hicache.backends.base import GetOutcome
 from hicache.backends.compose import Levels
-from hicache.backends.testing import (
+from hicache.config.guard import GuardConfig
+from hicache.errors import BackendUnavailable
+from hicache.frame import FrameCodec
+from hicache_lab.conformance import (
     HIT,
     MISS,
     PRESENT,
@@ -24,9 +27,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.config.guard import GuardConfig
-from hicache.errors import BackendUnavailable
-from hicache.frame import FrameCodec
 from hicache_lab.devservers import DevService, SeaweedServer, ValkeyServer
 from tests.backends._subjects import doorless
 from tests.backends.redis.store import open_on

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.compose import Levels, Part, Shards
 from hicache.backends.compose.sharded import TAILS_MAX, Placement, ShardCodec
-from hicache.backends.testing import (
+from hicache.errors import InvalidInput
+from hicache.frame import FrameHeader
+from hicache_lab.conformance import (
     HIT,
     MISS,
     STORED,
@@ -25,8 +27,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.errors import InvalidInput
-from hicache.frame import FrameHeader
 from tests.seeds import rng, seeds
 
 from .._troubled import CODEC, Troubled

@@ -6,9 +6,9 @@ import pytest
 
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.store import Store
-from hicache.backends.testing import OpenStore, SoleDriverContract, StoreContract, Subject, memory_subject
 from hicache.config.guard import GuardConfig
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import OpenStore, SoleDriverContract, StoreContract, Subject, memory_subject
 from hicache_lab.faults import FaultyDriver
 
 pytestmark = pytest.mark.long

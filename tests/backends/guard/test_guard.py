@@ -20,7 +20,10 @@ from hicache.backends.memory import MemoryDriver
 from hicache.backends.pages import PageReads, PageWrites
 from hicache.backends.storage import Storage, store_statistics
 from hicache.backends.store import Store
-from hicache.backends.testing import (
+from hicache.config.guard import GuardConfig
+from hicache.errors import BackendError
+from hicache.frame import FrameCodec
+from hicache_lab.conformance import (
     CORRUPT,
     HIT,
     MISS,
@@ -32,9 +35,6 @@ from hicache.backends.testing import (
     make_keys,
     soon,
 )
-from hicache.config.guard import GuardConfig
-from hicache.errors import BackendError
-from hicache.frame import FrameCodec
 from tests.backends._troubled import CODEC, Troubled
 from tests.backends.guard.stores import LONG_S, PAST, guard_of, patient, refused
 from tests.clocks import PassingClock

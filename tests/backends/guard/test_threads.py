@@ -16,9 +16,9 @@ from hicache.backends.guard import Override
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.pages import PageReads, PageWrites
 from hicache.backends.store import Store
-from hicache.backends.testing import HIT, MISS, STORED, empty_frames, full_frames, make_keys, soon
 from hicache.clock import SYSTEM_CLOCK
 from hicache.config.guard import GuardConfig
+from hicache_lab.conformance import HIT, MISS, STORED, empty_frames, full_frames, make_keys, soon
 from hicache_lab.faults import FaultyDriver
 from tests.backends._troubled import CODEC, Troubled
 from tests.backends.guard.stores import (

@@ -6,10 +6,10 @@ import os
 import sys
 
 from hicache.backends.mooncake import MooncakeDriver
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, STORED, full_frames, make_keys, soon, store_of
 from hicache.config import MooncakeStorageOptions
 from hicache.frame import FrameCodec
 from hicache.units import MIB
+from hicache_lab.conformance import NAMESPACE, PAYLOAD_BYTES, STORED, full_frames, make_keys, soon, store_of
 from hicache_lab.devservers.ports import listening
 
 

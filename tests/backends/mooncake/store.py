@@ -9,10 +9,10 @@ from hicache.backends.base import SetOutcome
 from hicache.backends.mooncake import MooncakeDriver
 from hicache.backends.mooncake.client import load_library
 from hicache.backends.store import Store
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject, driver_of, full_frames, soon, store_of
 from hicache.config import MooncakeStorageOptions
 from hicache.frame import FrameCodec
 from hicache.units import MIB
+from hicache_lab.conformance import NAMESPACE, PAYLOAD_BYTES, Subject, driver_of, full_frames, soon, store_of
 from hicache_lab.devservers import MooncakeMaster
 
 # Longer than a read on a busy machine, which would fail after its lease; short, because deletions wait for leases.

@@ -8,7 +8,7 @@ import pytest
 
 from hicache.backends.mooncake import MooncakeDriver
 from hicache.backends.store import Store
-from hicache.backends.testing import DriverContract, OpenStore, SampleContract, Subject, driver_of, make_keys
+from hicache_lab.conformance import DriverContract, OpenStore, SampleContract, Subject, driver_of, make_keys
 from hicache_lab.devservers import MooncakeClientDaemon, MooncakeMaster
 
 from .store import SideDoor, open_backend

@@ -20,7 +20,10 @@ import pytest
 from hicache.backends.base import GetOutcome
 from hicache.backends.mooncake import MooncakeDriver
 from hicache.backends.store import Store
-from hicache.backends.testing import (
+from hicache.config import MooncakeStorageOptions
+from hicache.errors import BackendUnavailable, ConfigError
+from hicache.units import MIB
+from hicache_lab.conformance import (
     GET_ERROR,
     HIT,
     MISS,
@@ -31,9 +34,6 @@ from hicache.backends.testing import (
     soon,
     store_of,
 )
-from hicache.config import MooncakeStorageOptions
-from hicache.errors import BackendUnavailable, ConfigError
-from hicache.units import MIB
 from hicache_lab.devservers import MooncakeClientDaemon, MooncakeMaster
 from hicache_lab.devservers.ports import free_ports
 from tests.test_supervised import no_threads

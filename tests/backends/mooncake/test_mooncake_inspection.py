@@ -14,7 +14,11 @@ from hicache.backends.mooncake.admin import Admin
 from hicache.backends.registry import BackendSpec, open_stored
 from hicache.backends.store import Store
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import (
+from hicache.config import MooncakeStorageOptions
+from hicache.config.addresses import Address
+from hicache.errors import BackendUnavailable, ConfigError
+from hicache.units import MIB
+from hicache_lab.conformance import (
     NAMESPACE,
     InspectionContract,
     OpenStore,
@@ -23,10 +27,6 @@ from hicache.backends.testing import (
     make_keys,
     soon,
 )
-from hicache.config import MooncakeStorageOptions
-from hicache.config.addresses import Address
-from hicache.errors import BackendUnavailable, ConfigError
-from hicache.units import MIB
 from hicache_lab.devservers import MooncakeMaster
 from hicache_lab.devservers.ports import LOOPBACK
 from tests.listening import Listener

@@ -9,10 +9,10 @@ from typing import Any
 
 from hicache.backends.redis import RedisDriver
 from hicache.backends.store import Store
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject, driver_of, store_of
 from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import NAMESPACE, PAYLOAD_BYTES, Subject, driver_of, store_of
 from hicache_lab.devservers import RedisCluster
 from hicache_lab.devservers.redis import RedisLike
 

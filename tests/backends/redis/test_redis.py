@@ -16,7 +16,8 @@ from hicache.backends.redis import RedisDriver
 from hicache.backends.redis.batches import Writes
 from hicache.backends.registry import BackendSpec, open_stored
 from hicache.backends.store import Store
-from hicache.backends.testing import (
+from hicache.frame import FrameCodec
+from hicache_lab.conformance import (
     HIT,
     MISS,
     OTHER_NAMESPACE,
@@ -36,7 +37,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.frame import FrameCodec
 from hicache_lab.devservers import DevService, RedisCluster, RedisSentinel, RedisServer, ValkeyServer
 from hicache_lab.devservers.redis import RedisLike
 from tests.certificates import make_certificates

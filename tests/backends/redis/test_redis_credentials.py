@@ -17,9 +17,9 @@ from packaging.requirements import Requirement
 from redis.credentials import CredentialProvider, UsernamePasswordCredentialProvider
 
 from hicache.backends.redis import RedisDriver
-from hicache.backends.testing import GET_ERROR, HIT, STORED, load, make_keys, store_chain, store_of
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
+from hicache_lab.conformance import GET_ERROR, HIT, STORED, load, make_keys, store_chain, store_of
 from hicache_lab.devservers import ValkeyServer
 from hicache_lab.devservers.ports import LOOPBACK
 from tests.certificates import make_certificates

@@ -15,7 +15,11 @@ from hicache.backends.redis import RedisDriver
 from hicache.backends.redis.routing import _ASK_AGAIN_S
 from hicache.backends.store import Store
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import (
+from hicache.clock import ManualClock
+from hicache.config.redis_storage import RedisStorageOptions
+from hicache.frame import Damage, FrameCodec
+from hicache.units import MIB
+from hicache_lab.conformance import (
     GET_ERROR,
     HIT,
     MISS,
@@ -30,10 +34,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.clock import ManualClock
-from hicache.config.redis_storage import RedisStorageOptions
-from hicache.frame import Damage, FrameCodec
-from hicache.units import MIB
 from hicache_lab.devservers import RedisCluster, RedisSentinel, ValkeyServer
 from hicache_lab.devservers.ports import LOOPBACK
 from tests.proxy import Direction, Faults, Proxy

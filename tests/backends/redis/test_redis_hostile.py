@@ -21,10 +21,10 @@ from hicache.backends.redis.options import named_address, open_access
 from hicache.backends.redis.pool import Pools, Purpose
 from hicache.backends.registry import BackendSpec, open_stored
 from hicache.backends.store import Store
-from hicache.backends.testing import GET_ERROR, MISS, SET_ERROR, full_frames, make_keys, soon, store_of
 from hicache.config.addresses import Address
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
+from hicache_lab.conformance import GET_ERROR, MISS, SET_ERROR, full_frames, make_keys, soon, store_of
 from hicache_lab.devservers.ports import LOOPBACK
 from tests.certificates import make_certificates
 from tests.hostile.redis_server import (

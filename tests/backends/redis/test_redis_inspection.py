@@ -16,7 +16,8 @@ from hicache.backends.redis import RedisDriver
 from hicache.backends.registry import BackendSpec, open_stored
 from hicache.backends.store import Store
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import (
+from hicache.errors import BackendUnavailable, ConfigError
+from hicache_lab.conformance import (
     NAMESPACE,
     InspectionContract,
     OpenStore,
@@ -25,7 +26,6 @@ from hicache.backends.testing import (
     make_keys,
     store_chain,
 )
-from hicache.errors import BackendUnavailable, ConfigError
 from hicache_lab.devservers import RedisCluster, RedisServer, ValkeyServer
 from hicache_lab.devservers.redis import RedisLike
 

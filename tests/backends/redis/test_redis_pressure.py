@@ -11,7 +11,8 @@ from hicache.backends.base import SetOutcome, Usage
 from hicache.backends.errors import ErrorKind
 from hicache.backends.redis import RedisDriver
 from hicache.backends.redis.pipeline import StoredValue
-from hicache.backends.testing import (
+from hicache.frame import HEADER_BYTES, FrameCodec
+from hicache_lab.conformance import (
     CORRUPT,
     HIT,
     MISS,
@@ -27,7 +28,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.frame import HEADER_BYTES, FrameCodec
 from hicache_lab.devservers import RedisCluster, RedisServer, ValkeyServer
 from tests.waiting import wait_for
 

@@ -12,8 +12,8 @@ from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.errors import StoreError
 from hicache.backends.redis.connect import Connector
 from hicache.backends.redis.options import open_access
-from hicache.backends.testing import load, make_keys, soon, store_chain
 from hicache.config.redis_storage import RedisStorageOptions
+from hicache_lab.conformance import load, make_keys, soon, store_chain
 from hicache_lab.devservers import RedisSentinel, ValkeyServer
 from tests.backends.redis.store import opened
 from tests.certificates import Certificates, make_certificates

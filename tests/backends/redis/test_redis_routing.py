@@ -17,7 +17,9 @@ from hicache.backends.redis.channel import Reply
 from hicache.backends.redis.errors import ErrorReply
 from hicache.backends.redis.options import open_access
 from hicache.backends.redis.routing import Server, parse_slots, redirect
-from hicache.backends.testing import (
+from hicache.config.addresses import Address
+from hicache.config.redis_storage import RedisStorageOptions
+from hicache_lab.conformance import (
     GET_ERROR,
     HIT,
     MISS,
@@ -31,8 +33,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )
-from hicache.config.addresses import Address
-from hicache.config.redis_storage import RedisStorageOptions
 from hicache_lab.devservers import RedisCluster
 from hicache_lab.devservers.ports import LOOPBACK
 from tests.waiting import wait_for

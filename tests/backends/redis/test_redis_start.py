@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from hicache.backends.redis import RedisDriver
-from hicache.backends.testing import HIT, STORED, load, make_keys, store_chain, store_of
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError, InvalidInput
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import HIT, STORED, load, make_keys, store_chain, store_of
 from hicache_lab.devservers import DevService, RedisCluster, RedisSentinel, ValkeyServer
 from hicache_lab.devservers.ports import LOOPBACK, free_ports
 from tests.certificates import make_certificates

@@ -18,8 +18,8 @@ from redis.connection import UnixDomainSocketConnection
 from hicache.backends.errors import ErrorKind, StoreError
 from hicache.backends.redis.channel import Channel, Oversize, Reply, command
 from hicache.backends.redis.errors import ErrorReply, failure_of
-from hicache.backends.testing import NAMESPACE, full_frames, in_parts, make_keys, soon
 from hicache.frame import HEADER_BYTES, FrameCodec, PageView
+from hicache_lab.conformance import NAMESPACE, full_frames, in_parts, make_keys, soon
 
 PAGE = 600
 

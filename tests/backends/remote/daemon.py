@@ -14,10 +14,10 @@ from hicache.backends.base import GetOutcome
 from hicache.backends.pages import PageReads, PageWrites
 from hicache.backends.remote import RemoteDriver
 from hicache.backends.storage import Storage
-from hicache.backends.testing import NAMESPACE, PAYLOAD_BYTES, Subject
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.frame import FrameCodec, PageBuffer, PageView
 from hicache.shared_memory import Layout, SharedMemory
+from hicache_lab.conformance import NAMESPACE, PAYLOAD_BYTES, Subject
 from hicache_lab.devservers.ports import LOOPBACK
 from hicache_lab.faults import spoiled
 from tests.backends._files import page_path

@@ -20,11 +20,11 @@ from hicache.admin.models import Status
 from hicache.backends.errors import ErrorKind
 from hicache.backends.remote import RemoteDriver
 from hicache.backends.remote.client import kinds_of
-from hicache.backends.testing import store_of
 from hicache.cli.ctl_client import Address, AdminClient
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.errors import AdminError, BackendError, BackendUnavailable, HiCacheError
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import store_of
 from hicache_lab.devservers.ports import LOOPBACK
 from tests.certificates import Certificates, make_certificates
 from tests.daemon.daemons import CODEC, ROOT, TOKEN, Daemon

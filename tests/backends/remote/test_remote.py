@@ -12,7 +12,10 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.remote import RemoteDriver
-from hicache.backends.testing import (
+from hicache.config import HiCacheConfig
+from hicache.errors import ConfigError
+from hicache.frame import Compression, FrameCodec, FrameHeader, TagKind
+from hicache_lab.conformance import (
     CORRUPT,
     HIT,
     MISS,
@@ -30,10 +33,7 @@ from hicache.backends.testing import (
     store_chain,
     store_of,
 )
-from hicache.backends.testing.bounds import MANY_PAGES
-from hicache.config import HiCacheConfig
-from hicache.errors import ConfigError
-from hicache.frame import Compression, FrameCodec, FrameHeader, TagKind
+from hicache_lab.conformance.bounds import MANY_PAGES
 from tests.backends.remote.daemon import CODEC, Daemon, Frames, ThroughFrames
 from tests.clocks import At
 

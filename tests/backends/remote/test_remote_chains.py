@@ -15,9 +15,9 @@ import pytest
 from hicache.backends.base import SetOutcome
 from hicache.backends.remote import RemoteDriver
 from hicache.backends.storage import Storage
-from hicache.backends.testing import GET_ERROR, HIT, MISS, STORED, full_frames, load, make_keys, soon, store_of
 from hicache.config.remote_storage import RemoteStorageOptions
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import GET_ERROR, HIT, MISS, STORED, full_frames, load, make_keys, soon, store_of
 from hicache_lab.devservers.ports import LOOPBACK
 from tests.backends.remote.daemon import CODEC, Daemon, Frames, ThroughFrames
 from tests.listening import Listener

@@ -18,7 +18,8 @@ from hicache.backends.errors import ErrorKind
 from hicache.backends.remote import RemoteDriver
 from hicache.backends.remote.frames import SharedFrames
 from hicache.backends.store import Store
-from hicache.backends.testing import (
+from hicache.frame import Damage, FrameCodec, stored_time
+from hicache_lab.conformance import (
     CORRUPT,
     GET_ERROR,
     HIT,
@@ -38,7 +39,6 @@ from hicache.backends.testing import (
     store_chain,
     store_of,
 )
-from hicache.frame import Damage, FrameCodec, stored_time
 from tests.backends.remote.daemon import CODEC, Daemon, Frames
 from tests.clocks import At
 from tests.proxy import Proxy

@@ -9,9 +9,9 @@ from typing import Any
 from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.driver import object_name
 from hicache.backends.store import Store
-from hicache.backends.testing import HIT, NAMESPACE, PAYLOAD_BYTES, STORED, Subject, load, store_chain, store_of
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.frame import FrameCodec
+from hicache_lab.conformance import HIT, NAMESPACE, PAYLOAD_BYTES, STORED, Subject, load, store_chain, store_of
 from tests.backends.s3.stub import StubS3
 from tests.tuned import tuned
 

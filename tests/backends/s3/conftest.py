@@ -8,7 +8,7 @@ import pytest
 
 from hicache.backends.s3 import S3Driver
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import Subject
+from hicache_lab.conformance import Subject
 from hicache_lab.devservers import DevService, SeaweedServer
 from tests.backends.s3.bucket import OPENED, Bucket, open_on, options
 from tests.backends.s3.stub import StubS3

@@ -7,7 +7,7 @@ import contextlib
 import pytest
 
 from hicache.backends.base import SetOutcome, Usage
-from hicache.backends.testing import (
+from hicache_lab.conformance import (
     HIT,
     MISS,
     STORED,

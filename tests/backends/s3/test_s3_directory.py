@@ -14,8 +14,8 @@ from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.access import open_access
 from hicache.backends.s3.client import S3Client
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import NAMESPACE, make_keys, soon, store_of
 from hicache.errors import BackendUnavailable
+from hicache_lab.conformance import NAMESPACE, make_keys, soon, store_of
 from tests.backends.s3.bucket import CODEC, PAGE, errors, moves_pages, opened, options
 from tests.backends.s3.stub import Answer, Request, StubS3, error, reply
 from tests.backends.s3.test_s3_signer import SESSION

@@ -15,7 +15,10 @@ import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome, StoredPage
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import (
+from hicache.backends.tools.verify import NO_KEYS, verify_stored
+from hicache.errors import BackendUnavailable
+from hicache.frame import FrameCodec
+from hicache_lab.conformance import (
     CORRUPT,
     GET_ERROR,
     HIT,
@@ -31,9 +34,6 @@ from hicache.backends.testing import (
     soon,
     store_chain,
 )  # fmt: skip
-from hicache.backends.tools.verify import NO_KEYS, verify_stored
-from hicache.errors import BackendUnavailable
-from hicache.frame import FrameCodec
 from tests.backends.s3.bucket import CODEC, PAGE, PATIENCE_S, errors, moves_pages, name, open_on, opened, options
 from tests.backends.s3.stub import Answer, Request, StubS3, error, etag_of, reply
 from tests.certificates import make_certificates

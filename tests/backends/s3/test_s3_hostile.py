@@ -17,7 +17,8 @@ from hicache.backends.http import request_head
 from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.replies import LISTING_BYTES_MAX, failed_reply, read_document, read_listing
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import (
+from hicache.errors import BackendUnavailable, ConfigError
+from hicache_lab.conformance import (
     CORRUPT,
     GET_ERROR,
     NAMESPACE,
@@ -28,7 +29,6 @@ from hicache.backends.testing import (
     store_chain,
     store_of,
 )
-from hicache.errors import BackendUnavailable, ConfigError
 from tests.backends.s3.bucket import CODEC, PAGE, errors, name, open_on, options
 from tests.backends.s3.stub import Answer, Request, StubS3, error, reply
 

@@ -11,7 +11,8 @@ from hicache.backends.base import StoredPage, Usage
 from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.driver import object_name, parse_name
 from hicache.backends.stored import StoredPages
-from hicache.backends.testing import (
+from hicache.errors import BackendUnavailable
+from hicache_lab.conformance import (
     NAMESPACE,
     OTHER_NAMESPACE,
     InspectionContract,
@@ -21,7 +22,6 @@ from hicache.backends.testing import (
     make_keys,
     store_chain,
 )
-from hicache.errors import BackendUnavailable
 from tests.backends.s3.bucket import PAGE, Bucket, open_s3, options
 from tests.backends.s3.stub import StubS3, error, reply
 

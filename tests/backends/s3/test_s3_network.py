@@ -12,7 +12,11 @@ import pytest
 
 from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.access import open_access
-from hicache.backends.testing import (
+from hicache.clock import ManualClock
+from hicache.config.s3_storage import S3StorageOptions
+from hicache.errors import BackendUnavailable, ConfigError
+from hicache.frame import FrameCodec
+from hicache_lab.conformance import (
     GET_ERROR,
     HIT,
     NAMESPACE,
@@ -24,10 +28,6 @@ from hicache.backends.testing import (
     store_chain,
     store_of,
 )
-from hicache.clock import ManualClock
-from hicache.config.s3_storage import S3StorageOptions
-from hicache.errors import BackendUnavailable, ConfigError
-from hicache.frame import FrameCodec
 from hicache_lab.devservers import SeaweedServer
 from hicache_lab.devservers.ports import LOOPBACK
 from tests.backends.s3.bucket import CODEC, Bucket, errors, moves_pages, opened, options

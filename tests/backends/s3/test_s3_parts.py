@@ -14,7 +14,8 @@ import pytest
 
 from hicache.backends.http import Connection
 from hicache.backends.s3 import S3Driver
-from hicache.backends.testing import (
+from hicache.frame import FrameCodec, first_bytes
+from hicache_lab.conformance import (
     HIT,
     NAMESPACE,
     PRESENT,
@@ -28,7 +29,6 @@ from hicache.backends.testing import (
     soon,
     store_of,
 )
-from hicache.frame import FrameCodec, first_bytes
 from tests.backends.s3.bucket import errors, opened, options
 from tests.backends.s3.stub import Answer, Request, StubS3, reply
 from tests.certificates import make_certificates

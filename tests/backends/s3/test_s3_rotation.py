@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome
-from hicache.backends.testing import load, make_keys, store_chain
+from hicache_lab.conformance import load, make_keys, store_chain
 from hicache_lab.devservers import SeaweedServer
 from tests.backends.s3.bucket import PATIENCE_S, errors, open_on, opened, options
 from tests.backends.s3.stub import StubS3

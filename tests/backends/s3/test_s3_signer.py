@@ -15,8 +15,8 @@ import pytest
 
 from hicache.backends.s3.access import open_access
 from hicache.backends.s3.client import S3Client
-from hicache.backends.testing import soon
 from hicache.config.s3_storage import S3StorageOptions
+from hicache_lab.conformance import soon
 from tests.backends.s3.bucket import options
 from tests.backends.s3.stub import Answer, Request, StubS3, reply
 from tests.waiting import WAIT_S

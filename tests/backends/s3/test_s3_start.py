@@ -16,9 +16,9 @@ import pytest
 
 from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.access import open_access
-from hicache.backends.testing import driver_of, store_of
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
+from hicache_lab.conformance import driver_of, store_of
 from hicache_lab.devservers.ports import free_ports
 from tests.backends.s3.bucket import CODEC, Bucket, open_s3, options
 from tests.backends.s3.stub import Answer, Request, StubS3

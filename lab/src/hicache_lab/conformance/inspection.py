@@ -10,9 +10,10 @@ from typing import ClassVar, TypeAlias
 
 import pytest
 
-from ...frame import FrameCodec
-from ..base import StoredPage
-from ..stored import StoredPages
+from hicache.backends.base import StoredPage
+from hicache.backends.stored import StoredPages
+from hicache.frame import FrameCodec
+
 from .pages import (
     HIT,
     MISS,

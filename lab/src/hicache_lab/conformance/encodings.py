@@ -6,7 +6,7 @@ import hashlib
 
 import pytest
 
-from ...frame import (
+from hicache.frame import (
     HEADER_BYTES,
     Compression,
     Damage,
@@ -17,6 +17,7 @@ from ...frame import (
     frame_bytes,
     header_of,
 )
+
 from .pages import (
     CORRUPT,
     HIT,

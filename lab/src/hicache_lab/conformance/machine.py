@@ -9,9 +9,10 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from ...clock import ManualClock
-from ...frame import HEADER_BYTES, FrameCodec
-from ..memory import MemoryDriver
+from hicache.backends.memory import MemoryDriver
+from hicache.clock import ManualClock
+from hicache.frame import HEADER_BYTES, FrameCodec
+
 from .pages import (
     NAMESPACE,
     PAYLOAD_BYTES,

@@ -5,7 +5,7 @@ zstandard.
 them in a test module. `SampleContract` is one test of each kind, for other connections, topologies and compositions of
 a driver that passes the whole suite. `StoreContract` has the rules that `Store` keeps for all drivers. The other names
 are helpers for tests of stores.
-`python -m pytest -p hicache.backends.testing.table` prints which store passes which test.
+`python -m pytest -p hicache_lab.conformance.table` prints which store passes which test.
 """
 
 from .contract import DriverContract, SampleContract, SoleDriverContract

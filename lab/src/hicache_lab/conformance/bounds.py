@@ -7,7 +7,8 @@ from typing import ClassVar
 
 import pytest
 
-from ...frame import FrameCodec, PageBuffer
+from hicache.frame import FrameCodec, PageBuffer
+
 from .damage import damaged
 from .pages import (
     CORRUPT,

@@ -16,14 +16,14 @@ from typing import Any, TypeAlias, TypeVar
 import pytest
 import xxhash
 
-from ...clock import ManualClock
-from ...frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView
-from ..base import GetOutcome, SetOutcome
-from ..driver import Driver
-from ..memory import MemoryDriver
-from ..registry import BackendSpec, Options, open_spec
-from ..storage import Storage
-from ..store import UNGUARDED, Store
+from hicache.backends.base import GetOutcome, SetOutcome
+from hicache.backends.driver import Driver
+from hicache.backends.memory import MemoryDriver
+from hicache.backends.registry import BackendSpec, Options, open_spec
+from hicache.backends.storage import Storage
+from hicache.backends.store import UNGUARDED, Store
+from hicache.clock import ManualClock
+from hicache.frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView
 
 T = TypeVar("T")
 

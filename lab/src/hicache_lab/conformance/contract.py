@@ -23,10 +23,11 @@ from typing import Any, ClassVar
 
 import pytest
 
-from ...frame import NO_PARENT, Compression, FrameCodec, FrameHeader, frame_bytes
-from ..driver import Touches
-from ..pages import PageReads
-from ..store import Store
+from hicache.backends.driver import Touches
+from hicache.backends.pages import PageReads
+from hicache.backends.store import Store
+from hicache.frame import NO_PARENT, Compression, FrameCodec, FrameHeader, frame_bytes
+
 from .bounds import BoundsContract
 from .damage import damaged
 from .machine import run_machine

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from ...errors import InvalidInput
-from ...frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView, TagKind
+from hicache.errors import InvalidInput
+from hicache.frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView, TagKind
+
 from .damage import DAMAGES, damaged
 from .encodings import EncodingsContract
 from .pages import (

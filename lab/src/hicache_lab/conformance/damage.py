@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from ...frame import HEADER_BYTES, FrameCodec, TagKind
+from hicache.frame import HEADER_BYTES, FrameCodec, TagKind
+
 from .pages import NAMESPACE, OTHER_NAMESPACE, PAYLOAD_BYTES, forged, sealed
 
 # The offsets at which a bit of a page is flipped.

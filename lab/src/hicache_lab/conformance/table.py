@@ -1,6 +1,6 @@
 """A pytest plugin that shows which store passes which test of the contracts, as a Markdown table.
 
-    python -m pytest -q -p hicache.backends.testing.table tests/backends --conformance conformance.md
+    python -m pytest -q -p hicache_lab.conformance.table tests/backends --conformance conformance.md
 
 With `--conformance` only contract tests run, those of all collected subclasses; `-` instead of a file prints the table.
 A cell counts the cases of a test that passed. `own` marks a test that the subclass has replaced because its store
