@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 
-from hicache.clock import Clock, ManualClock
+from hicache.clock import Clock
+from hicache_lab.clocks import ManualClock
 
 
 class PassingClock(ManualClock):

@@ -10,7 +10,7 @@ import pytest
 
 from hicache.background import BackgroundTask
 from hicache.backoff import Backoff
-from hicache.clock import ManualClock
+from hicache_lab.clocks import ManualClock
 from tests.log_records import records_of
 from tests.test_supervised import WAIT_S, no_thread_is_left
 from tests.waiting import wait_for

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
+from hicache.clock import SYSTEM_CLOCK, Clock
+from hicache_lab.clocks import ManualClock
 from tests.waiting import wait_for
 
 HOUR_S = 3600.0

@@ -27,7 +27,6 @@ from hicache.backends.store import Store
 from hicache.cache import create_cache
 from hicache.cache.report import LIMITS, DropLog, dropped
 from hicache.cache.statistics import CacheStatistics
-from hicache.clock import ManualClock
 from hicache.config.guard import GuardConfig
 from hicache.config.storage import FileStorageOptions
 from hicache.controller.gate import StorageGate
@@ -35,6 +34,7 @@ from hicache.errors import BackendUnavailable
 from hicache.frame import FrameCodec
 from hicache.logs import LimitedLog, request_id, set_up_logging
 from hicache.supervised import SupervisedPool
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import driver_of, memory_store, store_of
 from hicache_lab.conformance.pages import NAMESPACE, PAYLOAD_BYTES, empty_frames, full_frames, make_keys, soon
 from hicache_lab.faults import FaultyDriver

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from hicache.clock import ManualClock
 from hicache.supervised import RESTART_S_MAX, RESTART_S_MIN, SUBSTITUTES_MAX, NoThread, SupervisedPool
+from hicache_lab.clocks import ManualClock
 from tests.log_records import records_of
 from tests.waiting import wait_for
 

@@ -1,4 +1,4 @@
-"""Signals for commands that must clean up at their end: they become KeyboardInterrupt, are recorded, or end the input.
+"""Signals for commands that must clean up at their end: they become KeyboardInterrupt, or are recorded.
 
 Locking design: signal handlers belong to the main thread, and so do these functions.
 """
@@ -6,8 +6,8 @@ Locking design: signal handlers belong to the main thread, and so do these funct
 from __future__ import annotations
 
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 
 
 @contextmanager
@@ -62,38 +62,3 @@ def noted_signals() -> Iterator[list[int]]:
         for number in (signal.SIGINT, signal.SIGTERM):
             handlers.callback(signal.signal, number, signal.signal(number, note))
         yield noted
-
-
-@contextmanager
-def until_signal(read: Callable[[], bytes]) -> Iterator[Iterator[bytes]]:
-    """Yield an iterator over the results of `read` up to the first empty one, or to the first SIGINT or SIGTERM.
-
-    The signal ends a blocking `read`, but does not interrupt the code that uses the results. The second one ends the
-    process as usual.
-    """
-    is_reading = is_stopped = False
-    with ExitStack() as handlers:
-
-        def stop(_: int, __: object) -> None:
-            nonlocal is_stopped
-            is_stopped = True
-            handlers.close()
-            if is_reading:
-                raise KeyboardInterrupt
-
-        def results() -> Iterator[bytes]:
-            nonlocal is_reading
-            with suppress(KeyboardInterrupt):
-                while not is_stopped:
-                    is_reading = True
-                    try:
-                        result = read()
-                    finally:
-                        is_reading = False
-                    if not result:
-                        return
-                    yield result
-
-        for number in (signal.SIGINT, signal.SIGTERM):
-            handlers.callback(signal.signal, number, signal.signal(number, stop))
-        yield results()

@@ -1,4 +1,4 @@
-"""The output of commands: a console, and progress on stderr (a bar on a terminal, otherwise occasional lines)."""
+"""Progress of commands on stderr (a bar on a terminal, otherwise occasional lines)."""
 
 from __future__ import annotations
 
@@ -29,15 +29,6 @@ Step = TypeVar("Step")
 def width() -> int:
     """Return the columns for text: those of the terminal within readable limits; COLUMNS overrides it."""
     return max(40, min(100, shutil.get_terminal_size((100, 24)).columns))
-
-
-class OutputConsole(Console):
-    """A console whose reader may end. Rich would then exit with code 1, which here means wrong bytes; this class raises
-    the error instead, like any other."""
-
-    def on_broken_pipe(self) -> None:
-        """Raise the error that rich has just caught. REQUIRES: called by rich, while it handles that error."""
-        raise  # noqa: PLE0704
 
 
 @dataclass(frozen=True, slots=True)

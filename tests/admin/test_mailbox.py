@@ -9,8 +9,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import pytest
 
 from hicache.cache.mailbox import ITEMS_MAX, ITEMS_PER_POLL, Mailbox
-from hicache.clock import SYSTEM_CLOCK, ManualClock
+from hicache.clock import SYSTEM_CLOCK
 from hicache.errors import AdminError
+from hicache_lab.clocks import ManualClock
 from tests.waiting import wait_for
 
 

@@ -15,8 +15,9 @@ from hicache.backends.registry import BackendSpec, open_spec, open_stored
 from hicache.backends.retention import CLOCK_SKEW_S, Retention
 from hicache.backends.storage import Storage
 from hicache.backends.store import Store
-from hicache.clock import Clock, ManualClock
+from hicache.clock import Clock
 from hicache.frame import Compression, FrameCodec, FrameHeader, PageBuffer, header_of
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import (
     HIT,
     MISS,

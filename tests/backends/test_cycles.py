@@ -20,7 +20,7 @@ from hicache.backends.tools.copying import copy_stored
 from hicache.backends.tools.removal import trim_stored
 from hicache.backends.tools.survey import survey
 from hicache.backends.tools.verify import NO_KEYS
-from hicache.clock import ManualClock
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import (
     CORRUPT,
     HIT,

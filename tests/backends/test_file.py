@@ -16,8 +16,8 @@ import pytest
 from hicache.backends.base import SetOutcome
 from hicache.backends.file.driver import USES_FLUSH_S
 from hicache.backends.file.system import System
-from hicache.clock import ManualClock
 from hicache.frame import FrameCodec
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import (
     CORRUPT,
     HIT,

@@ -20,8 +20,8 @@ from hicache.backends.file.owners import BEAT_S, HEARTBEAT_S, Owner, UsedElsewhe
 from hicache.backends.file.store import FileStore
 from hicache.backends.file.system import System
 from hicache.backends.stored import StoredPages
-from hicache.clock import ManualClock
 from hicache.errors import BackendUnavailable
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import HIT, MISS, SET_ERROR, STORED, load, make_keys, soon, store_chain
 from tests.fuse import mounted
 from tests.waiting import wait_for

@@ -11,10 +11,10 @@ import pytest
 from hicache.backends.base import SetOutcome
 from hicache.backends.file.root import open_root
 from hicache.backends.file.system import System
-from hicache.clock import ManualClock
 from hicache.config import FileStorageOptions
 from hicache.errors import BackendUnavailable, ConfigError, InvalidInput, NotOurs
 from hicache.frame import FrameCodec
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import (
     CORRUPT,
     HIT,

@@ -26,9 +26,10 @@ from hicache.backends.storage import store_statistics
 from hicache.backends.store import UNGUARDED, Store
 from hicache.backends.stored import StoredPages
 from hicache.background import BackgroundTask
-from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
+from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.errors import BackendUnavailable, InvalidInput
 from hicache.frame import FrameCodec, FrameHeader
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import (
     HIT,
     MISS,

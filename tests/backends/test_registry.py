@@ -17,11 +17,12 @@ from hicache.backends.redis import RedisDriver
 from hicache.backends.registry import BackendSpec, check_backend, open_spec
 from hicache.backends.s3 import S3Driver
 from hicache.backends.storage import StoreGroup
-from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
+from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config import HiCacheConfig, Section
 from hicache.errors import ConfigError, InvalidInput, NotOurs
 from hicache.frame import FrameCodec
 from hicache.units import Count, Duration
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import driver_of, open_backend
 
 from ._files import CODEC, PAGE

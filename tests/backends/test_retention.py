@@ -26,8 +26,8 @@ from hicache.backends.shared_files.root import make_store as make_shared
 from hicache.backends.stored import StoredPages
 from hicache.backends.tools.copying import copy_stored
 from hicache.backends.tools.verify import NO_KEYS
-from hicache.clock import ManualClock
 from hicache.errors import BackendUnavailable, ConfigError
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import (
     HIT,
     MISS,

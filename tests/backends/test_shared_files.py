@@ -14,8 +14,8 @@ import pytest
 from hicache.backends.errors import StoreError
 from hicache.backends.shared_files import SharedFilesDriver
 from hicache.backends.stored import StoredPages
-from hicache.clock import ManualClock
 from hicache.errors import BackendUnavailable
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import (
     GET_ERROR,
     HIT,

@@ -20,8 +20,8 @@ from hicache.backends.base import SetOutcome
 from hicache.backends.errors import StoreError
 from hicache.backends.file.system import System
 from hicache.backends.shared_files.listing import LEFTOVER_AGE_S
-from hicache.clock import ManualClock
 from hicache.frame import FrameCodec
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import (
     CORRUPT,
     GET_ERROR,

@@ -26,7 +26,8 @@ from hicache.backends.shared_files.driver import TOUCH_S
 from hicache.backends.shared_files.lease import BEAT_S, LEASE_FILE, LEASE_S, URGENT_S, SweepLease
 from hicache.backends.shared_files.listing import LEFTOVER_AGE_S
 from hicache.backends.shared_files.root import Root, open_root
-from hicache.clock import Clock, ManualClock
+from hicache.clock import Clock
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import HIT, PRESENT, STORED, Subject, make_keys, store_chain
 from tests.seeds import rng, seeds
 from tests.waiting import wait_for

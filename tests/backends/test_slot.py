@@ -20,9 +20,10 @@ from hicache.backends.memory import MemoryDriver
 from hicache.backends.slot import OPEN_DEADLINE_S, REOPEN_S_MIN, Entry, OpenBackend, Overrides, Slot
 from hicache.backends.storage import Storage
 from hicache.backends.store import Store
-from hicache.clock import SYSTEM_CLOCK, ManualClock
+from hicache.clock import SYSTEM_CLOCK
 from hicache.errors import BackendError, InvariantError
 from hicache.frame import PageBuffer
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import in_threads, memory_store, soon
 from tests.backends._troubled import CODEC
 from tests.passing import Passing

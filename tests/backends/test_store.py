@@ -16,9 +16,10 @@ from hicache.backends.errors import StoreError
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.pages import SETTLE_S, PageReads, PageWrites
 from hicache.backends.store import UNGUARDED, Store
-from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
+from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.errors import InvalidInput
 from hicache.frame import HEADER_BYTES, Compression, FrameCodec, PageView, unseal
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import (
     CORRUPT,
     GET_ERROR,

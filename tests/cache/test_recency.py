@@ -18,13 +18,13 @@ from hicache.backends.redis import RedisDriver
 from hicache.backends.storage import Storage
 from hicache.backends.store import Store
 from hicache.cache import host_tier
-from hicache.clock import ManualClock
 from hicache.config import TransferConfig
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.config.storage import FileStorageOptions
 from hicache.controller import storage as storage_workers
 from hicache.keys import RadixKey
 from hicache.radix import Node
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import Subject, store_chain, store_of
 from hicache_lab.devservers import ValkeyServer
 from tests.backends.redis.store import grow_old, name_of

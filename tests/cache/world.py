@@ -24,7 +24,7 @@ from hicache.backends.storage import Storage
 from hicache.cache import HiRadixCache, RequestKV
 from hicache.cache.break_even import BreakEven, Rates
 from hicache.cache.prefetch_states import Prefetch
-from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
+from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config import BreakEvenConfig, HiCacheConfig, PrefetchConfig, TransferConfig
 from hicache.controller import HiCacheController
 from hicache.controller.ranks import RankGroup
@@ -41,6 +41,7 @@ from hicache.tiers import (
     create_device_pool,
 )
 from hicache.types import PageIds
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import bare
 from tests.passing import Passing
 from tests.tuned import tuned

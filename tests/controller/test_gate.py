@@ -18,7 +18,6 @@ from hicache.backends.guard import Override
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.slot import OpenBackend
 from hicache.backends.storage import Storage
-from hicache.clock import ManualClock
 from hicache.config import TransferConfig
 from hicache.config.guard import GuardConfig
 from hicache.controller import Lookup, Read, Store
@@ -40,6 +39,7 @@ from hicache.geometry import KVGeometry
 from hicache.keys import TOKEN_BYTES, PageChain, RadixKey
 from hicache.supervised import SupervisedPool
 from hicache.tiers import HostPool
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import memory_store
 from hicache_lab.faults import FaultyDriver
 from tests.ranks import Exchange

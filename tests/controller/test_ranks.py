@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hicache.clock import ManualClock
 from hicache.config import RanksConfig
 from hicache.controller import Lookup, Store
 from hicache.controller.agreement import COUNTERS, STORE_PLACES, Agreement, PrefetchProgress, Progress, StoreProgress
@@ -24,6 +23,7 @@ from hicache.controller.ranks import Int64s, TorchRankGroup, require_equal
 from hicache.errors import InvariantError, RankError
 from hicache.keys import PageChain, RadixKey
 from hicache.types import NO_PAGES
+from hicache_lab.clocks import ManualClock
 from tests.ranks import Exchange, gloo_ranks
 
 SOON_S = 0.2

@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from hicache.clock import SYSTEM_CLOCK, ManualClock
+from hicache.clock import SYSTEM_CLOCK
 from hicache.daemon.flights import Flights, Waiter
+from hicache_lab.clocks import ManualClock
 from tests.waiting import WAIT_S, wait_for
 
 KEY = b"k" * 32

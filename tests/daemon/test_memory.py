@@ -9,10 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from hicache.clock import ManualClock
 from hicache.daemon.memory import _JOIN_S, Mapping, Memories, MemoryRequest
 from hicache.daemon.refusal import Refused
 from hicache.shared_memory import SharedMemory, path_of
+from hicache_lab.clocks import ManualClock
 from tests.daemon.daemons import EngineMemory
 from tests.waiting import WAIT_S
 

@@ -15,7 +15,6 @@ import pytest
 from hicache.backends.opening import StorageOpener
 from hicache.backends.registry import BackendSpec
 from hicache.backends.storage import Storage
-from hicache.clock import ManualClock
 from hicache.config import HiCacheConfig
 from hicache.config.daemon import DaemonConfig
 from hicache.daemon.namespace import Namespace
@@ -26,6 +25,7 @@ from hicache.daemon.statistics import NamespaceStatistics
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
 from hicache.host_memory import HostMemory
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import (
     GET_ERROR,
     HIT,

@@ -16,13 +16,14 @@ from hicache.backends.calls import Call
 from hicache.backends.pages import PageReads
 from hicache.backends.storage import Storage
 from hicache.backends.store import UNGUARDED, Store
-from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
+from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.daemon.flights import Flights
 from hicache.daemon.pool import PagePool
 from hicache.daemon.shared_slot import Attached
 from hicache.daemon.sharing import SharedStore
 from hicache.errors import InvalidInput
 from hicache.frame import HEADER_BYTES, Compression, FrameCodec, PageBuffer
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import (
     CORRUPT,
     GET_ERROR,

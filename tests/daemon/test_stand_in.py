@@ -13,11 +13,12 @@ import pytest
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.storage import Storage
 from hicache.backends.store import UNGUARDED, Store
-from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
+from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config.guard import GuardConfig
 from hicache.daemon.pool import PagePool
 from hicache.daemon.sharing import SharedStore
 from hicache.frame import HEADER_BYTES
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import (
     HIT,
     MISS,

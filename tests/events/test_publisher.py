@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import zmq
 
-from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
+from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config import EventsConfig
 from hicache.errors import ConfigError
 from hicache.events import Cleared, Event, EventReader, EventStream, Medium, Removed, Stored
@@ -22,6 +22,7 @@ from hicache.events.security import CurveKeys, require_private
 from hicache.events.subscriber import ClientCurve, EventFollower
 from hicache.events.wire import decode_batch
 from hicache.keys import page_keys, token_bytes
+from hicache_lab.clocks import ManualClock
 from tests.events.world import DescribedIndex, RecordedMachine
 from tests.seeds import rng, seeds
 from tests.tuned import tuned

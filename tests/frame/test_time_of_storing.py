@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from hicache.clock import ManualClock
 from hicache.frame import HEADER_BYTES, FrameCodec, FrameHeader, PageView, header_of, stored_time, unseal
 from hicache.frame.codec import FrameCodec as Codec
+from hicache_lab.clocks import ManualClock
 from tests.frame.modes import CIPHER, CODECS, KEY, MAC, NAMESPACE, PAYLOAD, accept_into, codecs, filled, smooth_payload
 
 PARENT = b"p" * 32

@@ -14,12 +14,12 @@ import pytest
 import torch
 
 from hicache.backends.base import Direction
-from hicache.clock import ManualClock
 from hicache.errors import ConfigError, InvalidInput
 from hicache.frame import NO_PARENT, FrameHeader
 from hicache.integrations.sglang.hits import ALL_PAGES, TRAILING_PAGES
 from hicache.integrations.sglang.pages import HostPages
 from hicache.integrations.sglang.storage import HostPoolStorage
+from hicache_lab.clocks import ManualClock
 from hicache_lab.faults import spoiled
 from tests.integrations.host_pools import ENGINE, HostPool, Ranks, StatePool, files, keys, open_storage
 from tests.seeds import seeds

@@ -14,12 +14,13 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import Direction, GetOutcome, SetOutcome
-from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
+from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config import HiCacheConfig
 from hicache.errors import BackendError, ConfigError, InvalidInput
 from hicache.geometry import PageShape, Piece
 from hicache.integrations.store import EngineStorage, PoolStorage
 from hicache.keys import Namespace
+from hicache_lab.clocks import ManualClock
 from hicache_lab.devservers.ports import LOOPBACK, free_ports
 from hicache_lab.faults import spoiled
 from tests.daemon.daemons import Daemon

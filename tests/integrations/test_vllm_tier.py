@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hicache.clock import ManualClock
 from hicache.errors import ConfigError
 from hicache.integrations.vllm_tier.identity import ChunkGroup, ChunkLayout, chunk_keys
 from hicache.integrations.vllm_tier.lookups import LookupTable
+from hicache_lab.clocks import ManualClock
 from tests.waiting import wait_for
 
 from .chunk_engine import LAYOUT, NAMESPACE, ROOT, ChunkEngine, Store, engine_on, names_of

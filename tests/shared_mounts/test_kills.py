@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache.clock import ManualClock
+from hicache_lab.clocks import ManualClock
 from tests.backends._shared import open_shared
 from tests.seeds import fuzz_seed
 from tests.waiting import wait_for

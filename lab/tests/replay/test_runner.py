@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from hicache.cli.model_shapes import PRESETS
-from hicache.clock import ManualClock
 from hicache.errors import ConfigError, InvalidInput
 from hicache.frame import HEADER_BYTES
 from hicache.keys import RadixKey
+from hicache_lab.clocks import ManualClock
 from hicache_lab.replay.job import ReplayJob
 from hicache_lab.replay.runner import Replay, namespace_of, start
 from hicache_lab.replay.timing import Call

@@ -11,8 +11,9 @@ import pytest
 from hicache.backends.base import GetOutcome, SetOutcome, Usage
 from hicache.backends.compose import Levels
 from hicache.backends.compose.interleave import LOOKUPS_MAX
-from hicache.clock import SYSTEM_CLOCK, Clock, ManualClock
+from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.frame import FrameHeader
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import (
     HIT,
     MISS,

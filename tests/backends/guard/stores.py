@@ -9,8 +9,9 @@ from hicache.backends.base import Direction
 from hicache.backends.calls import Refusal
 from hicache.backends.driver import Driver
 from hicache.backends.store import Store
-from hicache.clock import Clock, ManualClock
+from hicache.clock import Clock
 from hicache.config.guard import GuardConfig
+from hicache_lab.clocks import ManualClock
 from tests.backends._troubled import CODEC
 from tests.clocks import PassingClock
 from tests.tuned import tuned

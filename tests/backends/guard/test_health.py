@@ -22,9 +22,9 @@ from hicache.backends.memory import MemoryDriver
 from hicache.backends.pages import PageWrites
 from hicache.backends.storage import store_statistics
 from hicache.backends.store import Store
-from hicache.clock import ManualClock
 from hicache.config.guard import GuardConfig
 from hicache.config.storage import FileStorageOptions
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import empty_frames, full_frames, make_keys
 from tests.backends._troubled import CODEC, Troubled
 from tests.backends.guard.stores import GUARDS, patient, probe, until_stopped

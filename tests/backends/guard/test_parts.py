@@ -20,11 +20,11 @@ from hicache.backends.guard.budget import BURST_CALLS, BURST_PAGES, DamageWatch,
 from hicache.backends.registry import BackendSpec, open_spec
 from hicache.backends.store import Store
 from hicache.cache import HiRadixCache, create_cache
-from hicache.clock import ManualClock
 from hicache.config import HiCacheConfig
 from hicache.config.guard import GuardConfig
 from hicache.errors import ConfigError
 from hicache.frame import FrameCodec
+from hicache_lab.clocks import ManualClock
 from tests.backends._troubled import CODEC
 from tests.cache.world import NAMESPACE
 from tests.tuned import tuned

@@ -18,12 +18,12 @@ from hicache.backends.mooncake.buffers import address_of
 from hicache.backends.mooncake.client import Client
 from hicache.backends.mooncake.session import RENEW_EVERY_S, ClientSession, SessionManager
 from hicache.backends.store import Store
-from hicache.clock import ManualClock
 from hicache.config import MooncakeStorageOptions, load_config
 from hicache.config.mooncake_storage import MooncakeStorage
 from hicache.errors import BackendError, ConfigError, InvalidInput
 from hicache.frame import HEADER_BYTES, FrameCodec, PageView
 from hicache.units import MIB
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import (
     CORRUPT,
     HIT,

@@ -15,10 +15,10 @@ from hicache.backends.redis import RedisDriver
 from hicache.backends.redis.routing import _ASK_AGAIN_S
 from hicache.backends.store import Store
 from hicache.backends.stored import StoredPages
-from hicache.clock import ManualClock
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.frame import Damage, FrameCodec
 from hicache.units import MIB
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import (
     GET_ERROR,
     HIT,

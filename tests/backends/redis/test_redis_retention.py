@@ -11,8 +11,8 @@ from hicache.backends.redis import RedisDriver
 from hicache.backends.registry import BackendSpec
 from hicache.backends.store import Store
 from hicache.backends.stored import SealedPage
-from hicache.clock import ManualClock
 from hicache.errors import ConfigError
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import HIT, MISS, NAMESPACE, STORED, driver_of, empty_frames, sealed
 from hicache_lab.devservers import ValkeyServer
 from tests.backends._retention import FAR, KEYS, MAX_AGE_S, RetentionContract, Stores, codec_at, get, put, time_in

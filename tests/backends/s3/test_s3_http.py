@@ -22,7 +22,7 @@ from hicache.backends.errors import ErrorKind, StoreError, kind_of_exception
 from hicache.backends.http import Connection, Head, parse_head
 from hicache.backends.refreshed import Refreshed
 from hicache.backends.s3.replies import failed_reply
-from hicache.clock import ManualClock
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import soon
 from tests.backends.s3.bucket import Bucket
 from tests.waiting import wait_for

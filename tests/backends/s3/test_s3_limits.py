@@ -15,7 +15,7 @@ from hicache.backends.errors import ErrorKind, StoreError
 from hicache.backends.prefix import EXACT_KEYS_MAX, stored_prefix
 from hicache.backends.s3.driver import object_name
 from hicache.backends.s3.throttle import Throttle
-from hicache.clock import ManualClock
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import GET_ERROR, HIT, Subject, load, make_keys, soon, store_chain
 from tests.backends.s3.bucket import errors, name, open_on
 from tests.backends.s3.stub import StubS3, error, reply

@@ -12,10 +12,10 @@ import pytest
 
 from hicache.backends.s3 import S3Driver
 from hicache.backends.s3.access import open_access
-from hicache.clock import ManualClock
 from hicache.config.s3_storage import S3StorageOptions
 from hicache.errors import BackendUnavailable, ConfigError
 from hicache.frame import FrameCodec
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import (
     GET_ERROR,
     HIT,

@@ -8,7 +8,7 @@ import pytest
 
 from hicache.backends.base import StoredPage
 from hicache.backends.registry import BackendSpec, open_stored
-from hicache.clock import ManualClock
+from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import HIT, MISS, STORED, empty_frames
 from hicache_lab.devservers import SeaweedServer
 from tests.backends._retention import (

@@ -28,7 +28,6 @@ from hicache.cli.arguments import PATH, Number
 from hicache.cli.config import parse_settings
 from hicache.cli.interrupts import interrupted_by_signals
 from hicache.cli.log_options import LOG_OPTIONS, log_options, start_log
-from hicache.cli.progress import OutputConsole
 from hicache.cli.stores import print_json
 from hicache.config import HiCacheConfig, load_config, read_tree
 from hicache.config.logging import LoggingConfig
@@ -41,6 +40,7 @@ from ..engine import BUNDLED_MODEL, Checkpoint, Engine, Sampling, create_engine,
 from .demo_report import LiveTable, differences, gain_line, gains, tier_table, time_table
 from .demo_run import Answer, Pair, Runner
 from .demo_workload import DemoRequest, Workload
+from .reports import OutputConsole
 
 STORAGES = ("file", *KINDS, "file+s3")
 DEMO_CONFIG = ready_file("demo")

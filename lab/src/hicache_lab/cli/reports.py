@@ -11,7 +11,6 @@ import click
 from rich.console import Console
 
 from hicache.cli.arguments import FILE, is_dash
-from hicache.cli.progress import OutputConsole
 from hicache.errors import ConfigError
 
 from .speed_options import Command, option_group
@@ -19,6 +18,15 @@ from .speed_options import Command, option_group
 Result = TypeVar("Result")
 # The parameters of `report_options`, in the order of `write_reports`.
 REPORT_NAMES = ("json_file", "csv_file", "html_file")
+
+
+class OutputConsole(Console):
+    """A console whose reader may end. Rich would then exit with code 1, which here means wrong bytes; this class raises
+    the error instead, like any other."""
+
+    def on_broken_pipe(self) -> None:
+        """Raise the error that rich has just caught. REQUIRES: called by rich, while it handles that error."""
+        raise  # noqa: PLE0704
 
 
 def report_options(what: str, *, csv: str) -> Callable[[Command], Command]:

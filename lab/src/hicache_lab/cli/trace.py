@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
 import click
 
 from hicache.cli.arguments import FILE, SEED_MAX, is_dash, read_dash
-from hicache.cli.interrupts import until_signal
 from hicache.cli.stores import JSON, print_json
 from hicache.config.files import open_regular
 from hicache.errors import InvalidInput
@@ -127,3 +127,38 @@ def show(file: Path, requests: int | None, as_json: bool) -> None:
         print_json(facts)
     else:
         click.echo("\n".join(facts_lines(facts)))
+
+
+@contextlib.contextmanager
+def until_signal(read: Callable[[], bytes]) -> Iterator[Iterator[bytes]]:
+    """Yield an iterator over the results of `read` up to the first empty one, or to the first SIGINT or SIGTERM.
+
+    The signal ends a blocking `read`, but does not interrupt the code that uses the results. The second one ends the
+    process as usual.
+    """
+    is_reading = is_stopped = False
+    with contextlib.ExitStack() as handlers:
+
+        def stop(_: int, __: object) -> None:
+            nonlocal is_stopped
+            is_stopped = True
+            handlers.close()
+            if is_reading:
+                raise KeyboardInterrupt
+
+        def results() -> Iterator[bytes]:
+            nonlocal is_reading
+            with contextlib.suppress(KeyboardInterrupt):
+                while not is_stopped:
+                    is_reading = True
+                    try:
+                        result = read()
+                    finally:
+                        is_reading = False
+                    if not result:
+                        return
+                    yield result
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            handlers.callback(signal.signal, number, signal.signal(number, stop))
+        yield results()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
 from hicache.backends.memory import MemoryDriver
-from hicache.clock import ManualClock
 from hicache.frame import HEADER_BYTES, FrameCodec
+from hicache_lab.clocks import ManualClock
 
 from .pages import (
     NAMESPACE,

@@ -22,8 +22,8 @@ from hicache.backends.memory import MemoryDriver
 from hicache.backends.registry import BackendSpec, Options, open_spec
 from hicache.backends.storage import Storage
 from hicache.backends.store import UNGUARDED, Store
-from hicache.clock import ManualClock
 from hicache.frame import HEADER_BYTES, FrameCodec, PageBuffer, PageView
+from hicache_lab.clocks import ManualClock
 
 T = TypeVar("T")
 
