@@ -26,7 +26,7 @@ import numpy as np
 
 from ..backends.base import Direction
 from ..backends.kept import KeptFrames
-from ..controller import HiCacheController, Store
+from ..controller import HiCacheController, StoreOperation
 from ..errors import InvariantError
 from ..frame import Damage
 from ..logs import LimitedLog
@@ -78,7 +78,7 @@ class HostTier:
         self._gate = controller.gate
         self._counters = counters
         self._break_even = break_even
-        self._stores: dict[Store, tuple[RadixTree, Node]] = {}
+        self._stores: dict[StoreOperation, tuple[RadixTree, Node]] = {}
         self._used: list[bytes] = []
         self._used_bytes = 0
         self._touch_at_s = -math.inf
@@ -301,7 +301,7 @@ class HostTier:
             node = node.parent
         return pages * tree.page_size, pages, self._break_even.usual_ahead
 
-    def stored(self, store: Store) -> None:
+    def stored(self, store: StoreOperation) -> None:
         """Handle the end of a store. If a page is missing, its next use tries again."""
         tree = self._end_store(store, stored=store.stored)
         if tree is self._trees.current:
@@ -326,14 +326,14 @@ class HostTier:
             self._end_store(store, stored=False)
             self._counters.skipped["store_gave_way"] += 1
 
-    def _releasing(self, pages: int) -> list[Store]:
+    def _releasing(self, pages: int) -> list[StoreOperation]:
         """Return the newest stores whose end makes `pages` more pages of L2 evictable; an empty list if all are not
         enough.
 
         A store is chosen only if nothing else holds its run on L2, not even a store that continues its chain.
         """
         tree = self._trees.current
-        chosen: list[Store] = []
+        chosen: list[StoreOperation] = []
         released: Counter[Node] = Counter()  # holds that end with the chosen stores
         for store, (owner, node) in reversed(self._stores.items()):
             if pages <= 0:
@@ -352,7 +352,7 @@ class HostTier:
                 part = part.parent
         return chosen if pages <= 0 else []
 
-    def _end_store(self, store: Store, *, stored: bool) -> RadixTree:
+    def _end_store(self, store: StoreOperation, *, stored: bool) -> RadixTree:
         tree, node = self._stores.pop(store)
         tree.stored.end(node, store.chain, stored=stored)
         if store.codec is not None and store.complete:

@@ -18,7 +18,7 @@ Called by the scheduler thread alone; no lock.
 
 from __future__ import annotations
 
-from ..controller import Lookup, Read
+from ..controller import LookupOperation, ReadOperation
 from ..keys import RadixKey, common_pages
 from ..radix import Match, RadixTree
 from .prefetch_states import Fetch, FirstPages, Prefetch, Verdict
@@ -57,7 +57,7 @@ def first_pages(key: RadixKey, tree: RadixTree, match: Match, end_page: int) -> 
     return FirstPages(key.seed, match.node.id if match.pages else 0, match.pages, key.tokens[start:end])
 
 
-def outcome(found: Lookup, page_size: int) -> str:
+def outcome(found: LookupOperation, page_size: int) -> str:
     """Return one of `LOOKUP_OUTCOMES`."""
     if found.failed:
         return "failed"
@@ -75,7 +75,7 @@ def judge(fetch: Fetch, verdict: Verdict, *, has_ranks: bool) -> None:
     With ranks a failure counts as an empty result, because they agree only on the number of found pages.
     """
     operation = fetch.operation
-    if isinstance(operation, Read):
+    if isinstance(operation, ReadOperation):
         was_stopped = operation.seconds == 0.0  # a worker started it too late
     else:
         was_stopped = outcome(operation, fetch.tree.page_size) == "unanswered"

@@ -50,7 +50,7 @@ from collections.abc import Callable
 from .. import tracing
 from ..arguments import instance
 from ..backends.base import Direction
-from ..controller import PREFETCH_S_MAX, HiCacheController, Lookup, Read
+from ..controller import PREFETCH_S_MAX, HiCacheController, LookupOperation, ReadOperation
 from ..errors import InvariantError
 from ..histogram import BOUNDS_S, Histogram
 from ..keys import RadixKey
@@ -106,7 +106,7 @@ class Prefetcher:
         self._arrivals = 0
         self._checked_s = -math.inf
         self._table = PrefetchTable()
-        self._operations: dict[Lookup | Read, Prefetch] = {}
+        self._operations: dict[LookupOperation | ReadOperation, Prefetch] = {}
         self._leaders = Leaders()
         self._share = PrefetchShare(host, controller)
         self.chunked = ChunkedPrefetch(self._table, self._share)
@@ -314,7 +314,7 @@ class Prefetcher:
 
     # Each step
 
-    def found(self, found: Lookup) -> None:
+    def found(self, found: LookupOperation) -> None:
         """Handle the end of a lookup: start the reads if they pay and fit, let them wait for room, or drop the
         prefetch.
         """
@@ -333,7 +333,7 @@ class Prefetcher:
         else:
             self._read_or_drop(prefetch)
 
-    def ended(self, read: Read) -> None:
+    def ended(self, read: ReadOperation) -> None:
         """Handle the end of the reads: put the complete pages into the tree, free the other host pages."""
         prefetch = self._operations.pop(read)
         fetch = prefetch.current
@@ -358,7 +358,7 @@ class Prefetcher:
         # Nothing is loaded if other requests have computed these pages.
         self._table.move(prefetch, State.QUEUED if self._share.end_of(prefetch) is None else State.AWAITING_L1)
 
-    def _may_continue(self, prefetch: Prefetch, read: Read) -> bool:
+    def _may_continue(self, prefetch: Prefetch, read: ReadOperation) -> bool:
         """Return True if the rest of a prompt may be fetched after the part that has arrived."""
         fetch = prefetch.current
         rest_pages = fetch.wanted_pages - fetch.taken_pages
@@ -477,7 +477,7 @@ class Prefetcher:
 
     # Reading
 
-    def _reason_against(self, prefetch: Prefetch, found: Lookup) -> str | None:
+    def _reason_against(self, prefetch: Prefetch, found: LookupOperation) -> str | None:
         """Return the reason not to read the found pages; None if they are read as soon as there is room."""
         fetch, pages = prefetch.current, min(found.pages, self._share.pages_max)
         pages_min = self._share.pages_min + (device_pages := prefetch.device_pages_from(found.start_page))
@@ -502,7 +502,7 @@ class Prefetcher:
 
     def _ahead(self, prefetch: Prefetch) -> Ahead:
         """Return what is ahead of the pages that were found for a request: its own wait, and other reads."""
-        reading = (one for one in self._operations if isinstance(one, Read))
+        reading = (one for one in self._operations if isinstance(one, ReadOperation))
         pages = sum(len(read.host_pages) - read.pages for read in reading)
         pages += sum(
             min(one.current.paying_pages, self._share.pages_max) for one in self._table.of(State.AWAITING_ROOM)
@@ -516,7 +516,7 @@ class Prefetcher:
         """
         fetch, share = prefetch.current, self._share
         found = fetch.operation
-        if not isinstance(found, Lookup):
+        if not isinstance(found, LookupOperation):
             raise InvariantError(f"prefetch: {prefetch.rid!r} waits for room but has no lookup")
         may_wait = share.others_hold(prefetch)
         if may_wait and min(fetch.paying_pages, share.pages_max) > share.free_pages:
@@ -555,7 +555,7 @@ class Prefetcher:
         if prefetch.state is not State.AWAITING_ROOM:
             self._table.move(prefetch, State.AWAITING_ROOM)
 
-    def _read(self, prefetch: Prefetch, found: Lookup, host_pages: PageIds) -> None:
+    def _read(self, prefetch: Prefetch, found: LookupOperation, host_pages: PageIds) -> None:
         fetch = prefetch.current
         skip_pages = fetch.start_page - fetch.asked_page
         fetch.operation = read = self._controller.submit_read(found, host_pages, skip_pages=skip_pages)
@@ -565,7 +565,7 @@ class Prefetcher:
 
     # Ending
 
-    def _drop(self, prefetch: Prefetch, found: Lookup, reason: str) -> None:
+    def _drop(self, prefetch: Prefetch, found: LookupOperation, reason: str) -> None:
         """End a prefetch without reads."""
         if not prefetch.looks_again:
             self._skip(reason, prefetch)
@@ -574,7 +574,7 @@ class Prefetcher:
         self._note_store(found, works=not found.failed)
         self._end(prefetch)
 
-    def _note_store(self, operation: Lookup | Read, *, works: bool) -> None:
+    def _note_store(self, operation: LookupOperation | ReadOperation, *, works: bool) -> None:
         """Notify the gate of the result of an operation, unless its store has been replaced since."""
         if operation.storage is self._gate.storage:
             (self._gate.succeeded if works else self._gate.failed)(Direction.READ)
@@ -600,7 +600,7 @@ class Prefetcher:
         """Put the pages that have been read and verified since the last call into the tree, and hold their end."""
         fetch = prefetch.current
         read, taken = fetch.operation, fetch.taken_pages
-        if not isinstance(read, Read) or (arrived := read.pages - taken) == 0:
+        if not isinstance(read, ReadOperation) or (arrived := read.pages - taken) == 0:
             return
         fetch.taken_pages = read.pages
         prefetch.arrived_pages += arrived

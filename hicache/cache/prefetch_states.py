@@ -25,7 +25,7 @@ from operator import attrgetter
 from typing import Final, NamedTuple
 
 from .. import tracing
-from ..controller import HiCacheController, Load, Lookup, Read
+from ..controller import HiCacheController, Load, LookupOperation, ReadOperation
 from ..errors import InvariantError
 from ..keys import RadixKey
 from ..radix import Match, Node, RadixTree
@@ -118,7 +118,7 @@ class Fetch:
     after `polls` polls.
     """
 
-    operation: Lookup | Read  # the read, once the lookup has found enough and there is room
+    operation: LookupOperation | ReadOperation  # the read, once the lookup has found enough and there is room
     asked_page: int  # the first page of the lookup in storage
     start_page: int  # the pages before it are cached; increases if some of the awaited pages arrive
     tree: RadixTree
@@ -220,7 +220,7 @@ class Prefetch:
 
     def end_page(self, page_size: int) -> int:
         """Return the end of the pages that it may bring."""
-        if self.state is State.READING and isinstance(self.current.operation, Read):
+        if self.state is State.READING and isinstance(self.current.operation, ReadOperation):
             return self.current.start_page + len(self.current.operation.host_pages)
         return self.key.pages(page_size)
 
@@ -341,7 +341,8 @@ class PrefetchTable:
         )
         if fetch is not None:
             fits = fits and (fetch.anchor is not None) == (state in IN_FLIGHT)
-            fits = fits and (state is State.CANCELLED or isinstance(fetch.operation, Read) == (state is State.READING))
+            reads = isinstance(fetch.operation, ReadOperation)
+            fits = fits and (state is State.CANCELLED or reads == (state is State.READING))
         if leader is not None:
             fits = fits and leader.state in (*IN_FLIGHT, State.AWAITING_ROOM) and prefetch in leader.current.followers
         if not fits:

@@ -25,7 +25,7 @@ from ..arguments import instance, number, whole
 from ..backends.base import Direction
 from ..backends.kept import KeptFrames
 from ..backends.storage import Storage
-from ..controller import PREFETCH_S_MAX, Acks, HiCacheController, Read
+from ..controller import PREFETCH_S_MAX, Acks, HiCacheController, ReadOperation
 from ..errors import InvalidInput, RankError
 from ..events import EventStream, Publisher
 from ..frame import FrameCodec
@@ -82,7 +82,7 @@ class Warming(NamedTuple):
     tree: RadixTree
     key: RadixKey
     start_page: int
-    read: Read | None
+    read: ReadOperation | None
 
 
 class TieredCache:
@@ -253,7 +253,7 @@ class TieredCache:
         pages = self._l2.reserve(count) if count > 0 and controller.gate.may(Direction.READ) else None
         if pages is None:
             return Warming(tree, key, start, None)
-        read = Read(
+        read = ReadOperation(
             keys[start : start + count], pages, storage=controller.gate.enter(), codec=controller.host_codec,
             deadline=controller.clock() + PREFETCH_S_MAX,
         )  # fmt: skip

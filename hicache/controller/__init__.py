@@ -1,7 +1,7 @@
 """The controller: queues, supervised workers, and their acks."""
 
 from .controller import PREFETCH_S_MAX, HiCacheController
-from .operations import Acks, Backup, Load, Lookup, Read, Store
+from .operations import Acks, Backup, Load, LookupOperation, ReadOperation, StoreOperation
 from .ranks import RankGroup, TorchRankGroup
 from .statistics import ControllerStatistics, QueueStatistics
 
@@ -12,10 +12,10 @@ __all__ = [
     "ControllerStatistics",
     "HiCacheController",
     "Load",
-    "Lookup",
+    "LookupOperation",
     "QueueStatistics",
     "RankGroup",
-    "Read",
-    "Store",
+    "ReadOperation",
+    "StoreOperation",
     "TorchRankGroup",
 ]

@@ -35,7 +35,7 @@ import numpy as np
 from ..errors import RankError
 from ..histogram import STEP_BOUNDS_S, Histogram
 from .gate import Readiness
-from .operations import Lookup, Read, Store
+from .operations import LookupOperation, ReadOperation, StoreOperation
 from .ranks import RankGroup
 from .statistics import RankStatistics
 
@@ -56,7 +56,7 @@ class StoreProgress(enum.IntEnum):
 class PrefetchProgress(NamedTuple):
     """State of a lookup or a read."""
 
-    operation: Lookup | Read
+    operation: LookupOperation | ReadOperation
     ended: bool
     pages: int  # found by an ended lookup, or read so far
 
@@ -72,10 +72,10 @@ class Progress:
     loads_done: int = 0
     rates: tuple[int, ...] = ()
     prefetches: Sequence[PrefetchProgress] = ()
-    stores: Sequence[tuple[Store, StoreProgress]] = ()
+    stores: Sequence[tuple[StoreOperation, StoreProgress]] = ()
 
 
-def store_progress(store: Store, *, elsewhere: bool) -> StoreProgress:
+def store_progress(store: StoreOperation, *, elsewhere: bool) -> StoreProgress:
     """Return the state of a store on this rank. With `elsewhere`, another rank stores, and its state decides."""
     if elsewhere:
         return StoreProgress.STORED
@@ -95,7 +95,7 @@ class Agreement:
         self._group = group
         self._prefetch_places = prefetch_places
         self._rates = rates
-        self._sent: tuple[list[Lookup | Read], list[Store]] | None = None
+        self._sent: tuple[list[LookupOperation | ReadOperation], list[StoreOperation]] | None = None
         self._failure: RankError | None = None
         self._wait = Histogram(STEP_BOUNDS_S)
 

@@ -3,9 +3,9 @@
     queue     operation, its ack      carries            bound; when full
     write     Backup, acks.written    L1 -> L2 copies    pages reserved; no backup now, counted
     load      Load, acks.loaded       L2 -> L1 copies    pages reserved; the request recomputes
-    prefetch  Lookup, acks.found      storage lookups    operations; the caller's queue
-    reads     Read, acks.read         L3 -> L2 reads     pages (the caller's share of L2)
-    backup    Store, acks.stored      L2 -> L3 writes    a share of L2; the newest store is dropped, counted
+    prefetch  LookupOperation, acks.found      storage lookups    operations; the caller's queue
+    reads     ReadOperation, acks.read         L3 -> L2 reads     pages (the caller's share of L2)
+    backup    StoreOperation, acks.stored      L2 -> L3 writes    a share of L2; the newest store is dropped, counted
               Touch, acks.lost        uses on L1 and L2  one in flight, after the stores
 
 Copies are merged: once per step, and for backups also when an eviction waits for them, all copies submitted to one
@@ -55,7 +55,18 @@ from .agreement import (
     StoreProgress,
     store_progress,
 )
-from .operations import Acks, Backup, Copy, Fences, Launch, Load, Lookup, Read, Store, leading_done
+from .operations import (
+    Acks,
+    Backup,
+    Copy,
+    Fences,
+    Launch,
+    Load,
+    LookupOperation,
+    ReadOperation,
+    StoreOperation,
+    leading_done,
+)
 from .ranks import RankGroup
 from .statistics import ControllerStatistics, CopyCounter, QueueStatistics
 from .storage import StorageExecutor
@@ -104,8 +115,9 @@ class HiCacheController:
         self._launched_backups: deque[Launch[Backup]] = deque()
         self._launched_loads: deque[Launch[Load]] = deque()
         self._backup_pages = self._load_pages = self.read_pages = self.store_pages = 0  # reserved
-        self._prefetches: dict[Lookup | Read, None] = {}  # both in order of submission, so that ranks agree on them
-        self._stores: dict[Store, None] = {}
+        # Both in order of submission, so that ranks agree on them.
+        self._prefetches: dict[LookupOperation | ReadOperation, None] = {}
+        self._stores: dict[StoreOperation, None] = {}
         self._moved: Counter[str] = Counter()
         self._backup_times, self._load_times = CopyCounter(host.payload_bytes), CopyCounter(host.payload_bytes)
         self._submitted: dict[str, int] = dict.fromkeys(COUNTERS, 0)
@@ -237,13 +249,13 @@ class HiCacheController:
     def submit_lookup(
         self, key: RadixKey, *, start_page: int, prior: bytes | PageChain, call_s: float,
         context: tracing.Context | None = None,
-    ) -> Lookup:  # fmt: skip
+    ) -> LookupOperation:  # fmt: skip
         """Look up how many pages of `key` from `start_page` on storage has. `call_s` limits each call of the store,
         also of a later read; `context` is the parent of the spans of both.
 
         REQUIRES: the gate is open for reads, and fewer prefetches than `operations_max` are in flight.
         """
-        lookup = Lookup(
+        lookup = LookupOperation(
             key, start_page, prior, storage=self.gate.enter(), deadline=self.clock() + PREFETCH_S_MAX, call_s=call_s,
             context=context,
         )  # fmt: skip
@@ -252,12 +264,12 @@ class HiCacheController:
         self._storage.submit(lookup)
         return lookup
 
-    def submit_read(self, found: Lookup, pages: PageIds, skip_pages: int = 0) -> Read:
+    def submit_read(self, found: LookupOperation, pages: PageIds, skip_pages: int = 0) -> ReadOperation:
         """Read found pages, after the first `skip_pages`, into the L2 pages `pages`. REQUIRES: the storage of the
         lookup is in use.
         """
         keys = found.keys[skip_pages : skip_pages + len(pages)]
-        read = Read(
+        read = ReadOperation(
             keys, pages, storage=self.gate.enter(), codec=self.host_codec, deadline=self.clock() + PREFETCH_S_MAX,
             call_s=found.call_s, context=found.context,
         )  # fmt: skip
@@ -276,10 +288,12 @@ class HiCacheController:
         # A single operation may have any size: otherwise a large one could never be stored.
         return self.store_pages == 0 or self.store_pages + pages <= self._store_pages_max
 
-    def submit_store(self, chain: PageChain, pages: PageIds, *, begins_prompt: bool, is_sealed: bool = False) -> Store:
+    def submit_store(
+        self, chain: PageChain, pages: PageIds, *, begins_prompt: bool, is_sealed: bool = False
+    ) -> StoreOperation:
         """Store the pages of `chain`; with `begins_prompt` it begins a prompt. Frames that were sealed before are
         verified first if L2 is. REQUIRES: `takes_store` returned True."""
-        store = Store(chain, pages, begins_prompt, is_sealed, storage=self.gate.enter(), codec=self.host_codec)
+        store = StoreOperation(chain, pages, begins_prompt, is_sealed, storage=self.gate.enter(), codec=self.host_codec)
         self._stores[store] = None
         self.store_pages += len(pages)
         self._submitted["stores"] += 1
@@ -289,11 +303,11 @@ class HiCacheController:
             self._storage.finish(store)
         return store
 
-    def cancel_store(self, store: Store) -> bool:
+    def cancel_store(self, store: StoreOperation) -> bool:
         """Cancel a queued store, without an ack. Return False, and change nothing, if a worker has begun it or it has
         ended, and always with ranks, because it may have begun on another rank.
         """
-        if self._agreement is not None or not self._storage.pools[Store].withdraw(store):
+        if self._agreement is not None or not self._storage.pools[StoreOperation].withdraw(store):
             return False
         self._end_store(store)
         return True
@@ -338,7 +352,7 @@ class HiCacheController:
         if backups or loads:
             self._take_copies(backups, loads, acks)
         for operation in self._storage.drain():
-            if isinstance(operation, Store):
+            if isinstance(operation, StoreOperation):
                 self._take_store(operation, store_progress(operation, elsewhere=not self.stores_pages), acks)
         for prefetch in list(self._prefetches):
             self._take_prefetch(acks, prefetch, prefetch.ended, prefetch.pages_here)
@@ -407,27 +421,27 @@ class HiCacheController:
             acks.fault = self._fault = transfer.error
         return self._fault is None
 
-    def _take_prefetch(self, acks: Acks, operation: Lookup | Read, ended: bool, pages: int) -> None:
+    def _take_prefetch(self, acks: Acks, operation: LookupOperation | ReadOperation, ended: bool, pages: int) -> None:
         operation.pages = pages
         if not ended:
             return
         del self._prefetches[operation]
         self.gate.slot.leave(operation.storage)
-        if isinstance(operation, Lookup):
+        if isinstance(operation, LookupOperation):
             acks.found.append(operation)
             return
         self.read_pages -= len(operation.host_pages)
         self._moved["prefetched"] += operation.pages
         acks.read.append(operation)
 
-    def _take_store(self, store: Store, progress: StoreProgress, acks: Acks) -> None:
+    def _take_store(self, store: StoreOperation, progress: StoreProgress, acks: Acks) -> None:
         self._end_store(store)
         self._moved["stored"] += store.stored_pages
         # Pages written to a retired store are not in the store in use.
         store.stored = progress is StoreProgress.STORED and store.storage is self.gate.storage
         acks.stored.append(store)
 
-    def _end_store(self, store: Store) -> None:
+    def _end_store(self, store: StoreOperation) -> None:
         del self._stores[store]
         self.gate.slot.leave(store.storage)
         self.store_pages -= len(store.host_pages)
@@ -454,9 +468,9 @@ class HiCacheController:
             queues=QueueStatistics(
                 write=len(self._backups) + len(self._launched_backups),
                 load=len(self._loads) + len(self._launched_loads),
-                prefetch=pools[Lookup].queued if pools else 0,
-                reads=pools[Read].queued if pools else 0,
-                backup=pools[Store].queued if pools else 0,
+                prefetch=pools[LookupOperation].queued if pools else 0,
+                reads=pools[ReadOperation].queued if pools else 0,
+                backup=pools[StoreOperation].queued if pools else 0,
                 device_pages_reserved=self._backup_pages + self._load_pages,
                 host_pages_reserved=self._backup_pages + self._load_pages + self.read_pages + self.store_pages,
             ),

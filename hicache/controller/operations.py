@@ -104,7 +104,7 @@ class _Prefetch(_StorageOperation):
 
 
 @dataclass(slots=True, eq=False)
-class Lookup(_Prefetch):
+class LookupOperation(_Prefetch):
     """Find the longest stored prefix of `key` after its first `start_page` pages. `pages` is the result."""
 
     key: RadixKey
@@ -120,7 +120,7 @@ class Lookup(_Prefetch):
 
 
 @dataclass(slots=True, eq=False)
-class Read(_Prefetch):
+class ReadOperation(_Prefetch):
     """Fill L2 pages from storage, pairwise with `keys`, in order."""
 
     keys: Sequence[bytes]
@@ -131,7 +131,7 @@ class Read(_Prefetch):
 
 
 @dataclass(slots=True, eq=False)
-class Store(_StorageOperation):
+class StoreOperation(_StorageOperation):
     """Write the L2 pages of `chain` to storage. With `begins_prompt` they are the first pages of a prompt."""
 
     chain: PageChain  # hashed by the backup worker
@@ -145,7 +145,7 @@ class Store(_StorageOperation):
 
 
 @dataclass(slots=True, eq=False)
-class Touch(_StorageOperation):
+class TouchOperation(_StorageOperation):
     """Notify storage that the pages of `runs` are used: the page keys of each run, ancestors first. It has no ack."""
 
     runs: Sequence[bytes]
@@ -160,9 +160,9 @@ class Acks:
     loaded: list[Load] = field(default_factory=list)
     failed_backups: list[Backup] = field(default_factory=list)
     failed_loads: list[Load] = field(default_factory=list)
-    found: list[Lookup] = field(default_factory=list)
-    read: list[Read] = field(default_factory=list)
-    stored: list[Store] = field(default_factory=list)
+    found: list[LookupOperation] = field(default_factory=list)
+    read: list[ReadOperation] = field(default_factory=list)
+    stored: list[StoreOperation] = field(default_factory=list)
     lost: list[bytes] = field(default_factory=list)  # page keys that storage lacks, by a touch, a read or its notice
     load_times: list[tuple[int, float]] = field(default_factory=list)  # (pages, seconds) of each merged copy
     fault: TransferError | None = None  # a copy failed on some rank: no rank may trust its L1 any more

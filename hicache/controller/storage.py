@@ -29,7 +29,7 @@ from ..keys import split_keys
 from ..supervised import SupervisedPool, WorkerFactory
 from ..tiers import HostPool
 from .gate import StorageGate
-from .operations import Lookup, Read, Store, Touch
+from .operations import LookupOperation, ReadOperation, StoreOperation, TouchOperation
 
 # Interval of the check for dead and stuck workers; a poll in between costs one clock reading.
 SUPERVISE_EVERY_S = 0.1
@@ -47,7 +47,7 @@ _APART_WAIT_S = 0.001
 # The scheduler takes at most this many lost pages per step, at a microsecond or less each.
 _LOST_PER_STEP = 64
 
-Operation: TypeAlias = Lookup | Read | Store | Touch
+Operation: TypeAlias = LookupOperation | ReadOperation | StoreOperation | TouchOperation
 _Beat: TypeAlias = Callable[[], None]
 
 
@@ -70,16 +70,16 @@ class SharedTime:
         self._clock = clock
         self._patience_s = patience_s
         self._idle = threading.Condition()
-        self._calls: dict[Read, float] = {}  # `_shared_s` when each began, in this order
+        self._calls: dict[ReadOperation, float] = {}  # `_shared_s` when each began, in this order
         self._shared_s = 0.0  # what a call that has always run would have been charged
         self._counted_s = -math.inf
         self._writes = 0  # in flight
         self._write_s = 0.0  # the time of the last write
-        self._beside = set[Read]()  # reads in flight that began beside a write
+        self._beside = set[ReadOperation]()  # reads in flight that began beside a write
         # Charged seconds per page of the last reads: alone, and beside writes.
         self._page_s: dict[bool, deque[float]] = {False: deque(maxlen=_PAGE_TIMES), True: deque(maxlen=_PAGE_TIMES)}
 
-    def begin(self, read: Read) -> None:
+    def begin(self, read: ReadOperation) -> None:
         """Note that a call of `read` has begun at `called_s`."""
         with self._idle:
             self._count(read.called_s)
@@ -87,7 +87,7 @@ class SharedTime:
             if self._writes:
                 self._beside.add(read)
 
-    def end(self, read: Read, now_s: float, pages: int) -> None:
+    def end(self, read: ReadOperation, now_s: float, pages: int) -> None:
         """Add the time of the call, for `pages` pages, to `read.seconds`, and its share, or all of it if it has hung,
         to `charged_s`."""
         seconds = now_s - read.called_s
@@ -157,9 +157,9 @@ class StorageExecutor:
         self.touched_pages = 0
         self._lost: deque[bytes] = deque(maxlen=_LOST_MAX)
         self._hears_losses = hears_losses
-        self._apart: set[Read] = set()  # in flight on threads of callers
+        self._apart: set[ReadOperation] = set()  # in flight on threads of callers
         self._reading = SharedTime(clock, config.storage_deadline + STUCK_GRACE_S)
-        self._touch: Touch | None = None  # the last Touch, until it has ended
+        self._touch: TouchOperation | None = None  # the last TouchOperation, until it has ended
         self.gate = StorageGate(host.memory, workers, clock, self._lost.extend if hears_losses else None)
         self._host = host
         self._config = config
@@ -174,9 +174,9 @@ class StorageExecutor:
     def _start(self) -> None:
         config = self._config
         for kind, name, threads, handle in (
-            (Lookup, "prefetch", config.lookup_workers, self.look_up),
-            (Read, "io", config.io_workers, self.read),
-            (Store, "backup", config.backup_workers, self._store_or_touch),
+            (LookupOperation, "prefetch", config.lookup_workers, self.look_up),
+            (ReadOperation, "io", config.io_workers, self.read),
+            (StoreOperation, "backup", config.backup_workers, self._store_or_touch),
         ):
             self.pools[kind] = self._workers(
                 name, threads, handle=handle, fail=_fail, acknowledge=self._finished.put,
@@ -191,13 +191,13 @@ class StorageExecutor:
 
     def submit(self, operation: Operation) -> None:
         """Queue an operation for its workers. `drain` returns it when it has ended, unless it is a touch."""
-        self.pools[Store if isinstance(operation, Touch) else type(operation)].submit(operation)
+        self.pools[StoreOperation if isinstance(operation, TouchOperation) else type(operation)].submit(operation)
 
     def touch(self, runs: Sequence[bytes]) -> bool:
         """See `HiCacheController.touch`."""
         if self._touch is not None and self._touch.storage is self.gate.storage:
             return False
-        self._touch = Touch(runs, storage=self.gate.enter())
+        self._touch = TouchOperation(runs, storage=self.gate.enter())
         self.submit(self._touch)
         return True
 
@@ -222,14 +222,14 @@ class StorageExecutor:
         lost = self._lost
         return [lost.popleft() for _ in range(min(_LOST_PER_STEP, len(lost)))] if lost else []
 
-    def drain(self) -> list[Lookup | Read | Store]:
+    def drain(self) -> list[LookupOperation | ReadOperation | StoreOperation]:
         """Return the operations that have ended since the last call, and mark them as ended."""
         # Take only the current entries: workers may add faster than this loop drains.
-        operations: list[Lookup | Read | Store] = []
+        operations: list[LookupOperation | ReadOperation | StoreOperation] = []
         for _ in range(self._finished.qsize()):
             operation = self._finished.get_nowait()
             operation.ended = True
-            if isinstance(operation, Touch):
+            if isinstance(operation, TouchOperation):
                 self.gate.slot.leave(operation.storage)
                 self.touched_pages += operation.pages
                 self._touch = None if operation is self._touch else self._touch
@@ -237,7 +237,7 @@ class StorageExecutor:
                 operations.append(operation)
         return operations
 
-    def finish(self, store: Store) -> None:
+    def finish(self, store: StoreOperation) -> None:
         """Let `drain` return a store that no worker handles here."""
         self._finished.put(store)
 
@@ -254,14 +254,14 @@ class StorageExecutor:
 
     # On the workers
 
-    def look_up(self, lookup: Lookup, beat: _Beat) -> None:
+    def look_up(self, lookup: LookupOperation, beat: _Beat) -> None:
         """Hash the page keys batch by batch and look up the longest stored prefix."""
         pages = lookup.key.pages(self._host.shape.tokens) - lookup.start_page
         with tracing.span("lookup", lookup.context, pages=pages) as span:
             self._look_up(lookup, beat)
             tracing.note(span, hit_pages=lookup.hit_pages)
 
-    def _look_up(self, lookup: Lookup, beat: _Beat) -> None:
+    def _look_up(self, lookup: LookupOperation, beat: _Beat) -> None:
         storage, page_size, batch = lookup.storage, self._host.shape.tokens, self._config.storage_batch_pages
         pages = lookup.key.pages(page_size)
         prior = lookup.prior if isinstance(lookup.prior, bytes) else lookup.prior.keys()[-1]
@@ -279,13 +279,13 @@ class StorageExecutor:
             if found < len(keys):
                 return
 
-    def read(self, read: Read, beat: _Beat) -> None:
+    def read(self, read: ReadOperation, beat: _Beat) -> None:
         """Read batch by batch. Stop at the first page that is not a hit."""
         with tracing.span("read", read.context, pages=len(read.host_pages)) as span:
             self._read(read, beat)
             tracing.note(span, hit_pages=read.pages_here, bytes=read.pages_here * self._host.frame_bytes)
 
-    def _read(self, read: Read, beat: _Beat) -> None:
+    def _read(self, read: ReadOperation, beat: _Beat) -> None:
         backend, batch = read.storage.backend, self._config.storage_batch_pages
         for start in range(0, len(read.host_pages), batch):
             if self._is_over(read):
@@ -311,7 +311,7 @@ class StorageExecutor:
                     self._note_lost(read.keys[start + hits :])
                 return
 
-    def read_apart(self, read: Read) -> None:
+    def read_apart(self, read: ReadOperation) -> None:
         """Make a read that was not submitted, on the caller's thread, and leave its store. Blocks. Raises as the store,
         and then the pages before it have arrived."""
         self._apart.add(read)
@@ -321,13 +321,13 @@ class StorageExecutor:
             self._apart.discard(read)
             self.gate.slot.leave(read.storage)
 
-    def _store_or_touch(self, operation: Store | Touch, beat: _Beat) -> None:
-        if isinstance(operation, Touch):
+    def _store_or_touch(self, operation: StoreOperation | TouchOperation, beat: _Beat) -> None:
+        if isinstance(operation, TouchOperation):
             self.report_uses(operation, beat)
         else:
             self.store(operation, beat)
 
-    def report_uses(self, touch: Touch, beat: _Beat) -> None:
+    def report_uses(self, touch: TouchOperation, beat: _Beat) -> None:
         """Touch batch by batch. If storage lacks a page, this page and the rest of its run are lost."""
         storage, runs = touch.storage, [split_keys(run) for run in touch.runs]
         keys = [key for run in runs for key in run]
@@ -348,7 +348,7 @@ class StorageExecutor:
         if self._hears_losses:
             self._lost.extend(keys)
 
-    def store(self, store: Store, beat: _Beat) -> None:
+    def store(self, store: StoreOperation, beat: _Beat) -> None:
         """Store batch by batch, head first. A page that cannot be stored ends the operation, and also later operations
         that continue its chain: no lookup could reach their pages."""
         if self._clock() >= store.storage.until[Direction.WRITE]:
@@ -366,7 +366,7 @@ class StorageExecutor:
                     broken.pop(next(iter(broken)), None)
         store.complete = complete
 
-    def _head_is_stored(self, store: Store, beat: _Beat) -> bool:
+    def _head_is_stored(self, store: StoreOperation, beat: _Beat) -> bool:
         """Return True if the head of the chain is stored. Looks it up only if its store has failed here: another engine
         may have stored it since."""
         storage = store.storage
@@ -381,7 +381,7 @@ class StorageExecutor:
         storage.broken_chains.pop(parent, None)
         return True
 
-    def _store_batches(self, store: Store, beat: _Beat) -> bool:
+    def _store_batches(self, store: StoreOperation, beat: _Beat) -> bool:
         storage, batch, chain_keys = store.storage, self._config.storage_batch_pages, store.chain.keys()
         parent = None if store.begins_prompt else store.chain.prior_key()
         for start in range(0, len(store.host_pages), batch):
@@ -405,7 +405,7 @@ class StorageExecutor:
             parent = keys[-1]
         return True
 
-    def _is_over(self, prefetch: Lookup | Read) -> bool:
+    def _is_over(self, prefetch: LookupOperation | ReadOperation) -> bool:
         until_s = min(prefetch.deadline, prefetch.storage.until[Direction.READ])
         return prefetch.cancelled or self._clock() >= until_s
 
@@ -418,7 +418,7 @@ def _fail(operation: Operation) -> None:
     operation.failed = True
 
 
-def _any_damage(store: Store, start: int, keys: Sequence[bytes], frames: Sequence[memoryview]) -> bool:
+def _any_damage(store: StoreOperation, start: int, keys: Sequence[bytes], frames: Sequence[memoryview]) -> bool:
     """Return True if a frame that was sealed before has changed since, and record the first one: another seal would
     vouch for its bytes."""
     for number, (key, frame) in enumerate(zip(keys, frames, strict=True), start):

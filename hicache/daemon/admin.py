@@ -35,7 +35,7 @@ from ..backends.guard import Override
 from ..backends.storage import named_stores
 from ..background import BackgroundTask
 from ..errors import AdminError
-from .namespace import Namespace
+from .namespace import ServedNamespace
 from .node import Node
 
 PINS_MAX = 4096
@@ -47,7 +47,7 @@ WARM_PAGES_MAX = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Pin:
-    namespace: Namespace
+    namespace: ServedNamespace
     keys: tuple[bytes, ...]
     pages: int
     expires_s: float
@@ -124,10 +124,10 @@ class NodeAdmin:
                     places[namespace.digest, key] = ["pool"]
         return MemoryPlaces(keys, places, bool(keys) or len(places) < MATCHES_MAX)
 
-    def _matching(self, prefix: str) -> list[Namespace]:
+    def _matching(self, prefix: str) -> list[ServedNamespace]:
         return [namespace for namespace in self._node.namespaces() if namespace.digest.startswith(prefix)]
 
-    def _one(self, prefix: str) -> Namespace:
+    def _one(self, prefix: str) -> ServedNamespace:
         found = self._matching(prefix)
         if not found:
             raise AdminError("unknown_namespace", "no open namespace begins with these digits; list the namespaces")

@@ -38,7 +38,7 @@ from .protocol import (
     Digest,
     ErrorAnswer,
     GetOutcomes,
-    Lookup,
+    LookupRequest,
     MemoryAttached,
     MemoryName,
     NamespaceOpened,
@@ -47,10 +47,10 @@ from .protocol import (
     Pages,
     SetOutcomes,
     State,
-    Store,
     Stored,
+    StoreRequest,
     Timeout,
-    Transfer,
+    TransferRequest,
     UsageAnswer,
 )
 from .refusal import Refused
@@ -215,7 +215,7 @@ def _add_bodies(app: FastAPI, node: Node, staging: Staging) -> None:
 
     @app.post(f"{path}/read", tags=["pages"], response_class=Response,
               responses={**_REFUSALS, 200: {"content": _OCTETS}})  # fmt: skip
-    async def read(namespace: NamespacePath, body: Lookup) -> Response:
+    async def read(namespace: NamespacePath, body: LookupRequest) -> Response:
         """Read pages: one byte per key for its outcome (`H` hit, `M` miss, `C` corrupt, `E` error), then the frames of
         the hits in order."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
@@ -242,7 +242,7 @@ def _post(app: FastAPI, verb: str) -> Callable[[Any], Any]:
 
 def _add_lookups(app: FastAPI, node: Node) -> None:
     @_post(app, "exists")
-    async def exists(namespace: NamespacePath, body: Lookup) -> Pages:
+    async def exists(namespace: NamespacePath, body: LookupRequest) -> Pages:
         """Return how many of the keys are stored up to the first hole."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
         found = node.find(namespace)
@@ -250,7 +250,7 @@ def _add_lookups(app: FastAPI, node: Node) -> None:
         return Pages(pages=pages, errors=errors)
 
     @_post(app, "has")
-    async def has(namespace: NamespacePath, body: Lookup) -> Stored:
+    async def has(namespace: NamespacePath, body: LookupRequest) -> Stored:
         """Return for each of the keys whether it is stored."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
         found = node.find(namespace)
@@ -258,7 +258,7 @@ def _add_lookups(app: FastAPI, node: Node) -> None:
         return Stored(stored=stored, errors=errors)
 
     @_post(app, "touch")
-    async def touch(namespace: NamespacePath, body: Lookup) -> Stored:
+    async def touch(namespace: NamespacePath, body: LookupRequest) -> Stored:
         """Count pages as used. Return for each whether it may be stored (False: known to be missing)."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
         found = node.find(namespace)
@@ -269,7 +269,7 @@ def _add_lookups(app: FastAPI, node: Node) -> None:
 
 def _add_verbs(app: FastAPI, node: Node) -> None:
     @_post(app, "get")
-    async def get(namespace: NamespacePath, body: Transfer) -> GetOutcomes:
+    async def get(namespace: NamespacePath, body: TransferRequest) -> GetOutcomes:
         """Read pages into frames of an engine's memory."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
         found, mapping = node.find(namespace), node.memories.find(body.memory, body.mapping)
@@ -283,7 +283,7 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
         return GetOutcomes(outcomes=outcomes, errors=errors)
 
     @_post(app, "set")
-    async def put(namespace: NamespacePath, body: Store) -> SetOutcomes:
+    async def put(namespace: NamespacePath, body: StoreRequest) -> SetOutcomes:
         """Store pages from frames of an engine's memory."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
         parent = None if body.parent is None else bytes.fromhex(body.parent)
@@ -298,7 +298,7 @@ def _add_verbs(app: FastAPI, node: Node) -> None:
         return SetOutcomes(outcomes=outcomes, errors=errors)
 
     @_post(app, "delete")
-    async def delete(namespace: NamespacePath, body: Lookup) -> Pages:
+    async def delete(namespace: NamespacePath, body: LookupRequest) -> Pages:
         """Remove pages."""
         keys, deadline = body.keys, _deadline(node, body.timeout_s)
         found = node.find(namespace)

@@ -25,7 +25,7 @@ from ..background import BackgroundTask
 from ..clock import SYSTEM_CLOCK, Clock
 from ..frame import FrameCodec
 from ..logs import LimitedLog
-from .namespace import Namespace
+from .namespace import ServedNamespace
 from .shared_slot import SharedSlot
 
 logger = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Attachment:
         self.overrides = Overrides()
         self._lock = threading.Lock()
         self._part: BackendSpec | None = None
-        self._namespaces: dict[str, Namespace] = {}  # by digest
+        self._namespaces: dict[str, ServedNamespace] = {}  # by digest
         self._log = LimitedLog(logger, OPEN_LOG_S, clock)
         self._task = BackgroundTask("reopen", self._advance, clock=clock)
 
@@ -51,19 +51,19 @@ class Attachment:
         """Return the slot of a new namespace."""
         return SharedSlot(codec, overrides=self.overrides, log=self._log, changed=self._task.wake, clock=self._clock)
 
-    def joined(self, namespace: Namespace) -> None:
+    def joined(self, namespace: ServedNamespace) -> None:
         """Open the store of a new namespace in the background, and apply later changes to it. Does not block."""
         with self._lock:
             self._namespaces[namespace.digest] = namespace
             self._replace(namespace)
 
-    def changed(self, namespace: Namespace) -> None:
+    def changed(self, namespace: ServedNamespace) -> None:
         """Close the store of a namespace that is retired now, or open that of one that is used again. Does not block.
         """
         with self._lock:
             self._replace(namespace)
 
-    def left(self, namespace: Namespace) -> None:
+    def left(self, namespace: ServedNamespace) -> None:
         """Leave alone the store of a namespace that is being closed. Does not block."""
         with self._lock:
             self._namespaces.pop(namespace.digest, None)
@@ -99,7 +99,7 @@ class Attachment:
             for namespace in self._namespaces.values():
                 self._replace(namespace)
 
-    def _replace(self, namespace: Namespace) -> None:
+    def _replace(self, namespace: ServedNamespace) -> None:
         is_wanted = self.is_attached and not namespace.is_retired
         opens = functools.partial(self._open, namespace.store.codec, self._part)
         namespace.store.slot.replace(opens if is_wanted else None)

@@ -21,7 +21,7 @@ from ..backends.remote.bodies import OUTCOME_BYTES
 from ..frame import NO_PARENT, FrameCodec, FrameHeader, TagKind
 from ..frame.header import HEADER_BYTES
 from ..keys import PAGE_KEY_BYTES
-from .namespace import Namespace
+from .namespace import ServedNamespace
 from .node import Node
 from .refusal import Refused
 from .staging import Staging
@@ -35,7 +35,7 @@ class PagesAnswer(Response):
     """The answer to `read`: reads into staging memory, then sends from there."""
 
     def __init__(
-        self, node: Node, namespace: Namespace, staging: Staging, keys: Sequence[bytes], deadline: float
+        self, node: Node, namespace: ServedNamespace, staging: Staging, keys: Sequence[bytes], deadline: float
     ) -> None:
         super().__init__(media_type="application/octet-stream")
         self._node, self._namespace, self._staging = node, namespace, staging
@@ -69,7 +69,7 @@ class PagesAnswer(Response):
 
 async def write_pages(  # noqa: PLR0917 - a request and its destination
     node: Node,
-    namespace: Namespace,
+    namespace: ServedNamespace,
     staging: Staging,
     request: Request,
     count: int,

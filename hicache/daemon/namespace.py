@@ -34,7 +34,7 @@ _LINGER_S = 2.0
 _ENGINES_MAX = 4096
 
 
-class Namespace:
+class ServedNamespace:
     """See the module's docstring. `digest` is the namespace in hexadecimal digits; `wire` seals and verifies the pages
     that clients send and get; `space` is its part of the pool."""
 

@@ -36,8 +36,8 @@ from ..units import format_size
 from .attachment import Attachment
 from .calls import CallCounters
 from .memory import Memories
-from .namespace import Namespace, not_open
-from .pool import PagePool
+from .namespace import ServedNamespace, not_open
+from .pool import DaemonPool
 from .refusal import Refused
 from .sharing import SharedStore
 from .statistics import NamespaceStatistics, NodeState, NodeStatistics
@@ -99,16 +99,16 @@ class Node:
             check_backend(spec.type, spec.options)
         pool_bytes = pool_bytes_of(config.daemon)
         try:
-            self.pool = PagePool(pool_bytes)
+            self.pool = DaemonPool(pool_bytes)
         except OSError as error:
             size = format_size(pool_bytes)
             raise ConfigError(f"daemon.pool: cannot allocate {size}: {error.strerror}; use a smaller size") from error
         self._began_s = self.clock()
         self._changed = threading.Condition()
-        self._namespaces: dict[str, Namespace] = {}
+        self._namespaces: dict[str, ServedNamespace] = {}
         self._busy: set[str] = set()
 
-    def open(self, digest: str, request: NamespaceRequest, deadline: float) -> Namespace:
+    def open(self, digest: str, request: NamespaceRequest, deadline: float) -> ServedNamespace:
         """Return the namespace; open it if necessary. Blocks until the first attempt to open its store has ended, at
         most for half of the caller's time: the rest is for the answer. Raises Refused."""
         with self._turn(digest, deadline):
@@ -132,7 +132,7 @@ class Node:
                         format_size(made.wire.frame_bytes))  # fmt: skip
             return made
 
-    def _wait_for_store(self, namespace: Namespace, deadline: float) -> None:
+    def _wait_for_store(self, namespace: ServedNamespace, deadline: float) -> None:
         began_s = self.clock()
         namespace.store.slot.wait(began_s + (deadline - began_s) / 2)
 
@@ -150,14 +150,14 @@ class Node:
         for namespace in retired:
             self.storage.changed(namespace)
 
-    def find(self, digest: str) -> Namespace:
+    def find(self, digest: str) -> ServedNamespace:
         """Return an open namespace. Does not block. Raises Refused (404)."""
         found = self._namespaces.get(digest)
         if found is None:
             raise not_open()
         return found
 
-    async def call(self, namespace: Namespace, verb: Callable[..., T]) -> tuple[T, list[str]]:
+    async def call(self, namespace: ServedNamespace, verb: Callable[..., T]) -> tuple[T, list[str]]:
         """Run a verb on a thread of its namespace; return its result, and the kinds of its errors, for which it gets
         a list `errors`. Raises Refused.
 
@@ -174,7 +174,7 @@ class Node:
 
         return await namespace.submit(call, max(1, self.config.daemon.connections_max // _SHARES))
 
-    def namespaces(self) -> list[Namespace]:
+    def namespaces(self) -> list[ServedNamespace]:
         """Return all open namespaces, in order of their opening."""
         return list(self._namespaces.values())
 
@@ -224,7 +224,7 @@ class Node:
         for namespace in closing:
             self._close(namespace)
 
-    def _open(self, digest: bytes, request: NamespaceRequest) -> Namespace:
+    def _open(self, digest: bytes, request: NamespaceRequest) -> ServedNamespace:
         epoch, label = request.weights_epoch, model_label(request.label)
         try:
             codec = self.storage.opener.codec(digest, request.payload_bytes, weights_epoch=epoch, label=label)
@@ -238,18 +238,18 @@ class Node:
             raise Refused(503, ErrorKind.BUSY, detail, 1) from error
         space = store.pages.space
         self.pool.set_quota(space, self.quotas.get(digest.hex()))
-        made = Namespace(
+        made = ServedNamespace(
             wire, store, space, weights_epoch=epoch, label=label, threads=self.config.daemon.threads, clock=self.clock
         )
         made.use(request.engine)
         self.storage.joined(made)
         return made
 
-    def _close(self, namespace: Namespace) -> None:
+    def _close(self, namespace: ServedNamespace) -> None:
         self.storage.left(namespace)
         namespace.close()
 
-    def _statistics(self, namespace: Namespace) -> NamespaceStatistics:
+    def _statistics(self, namespace: ServedNamespace) -> NamespaceStatistics:
         store = namespace.store
         return NamespaceStatistics(
             namespace=namespace.digest,

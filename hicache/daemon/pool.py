@@ -1,6 +1,6 @@
 """The daemon's host pool: pages of all namespaces in one mapping of fixed size.
 
-    PagePool     the memory, and which page is the next victim
+    DaemonPool     the memory, and which page is the next victim
     PoolSpace    the pages of one namespace in it
 
 The mapping is cut into units. A page uses as many as it needs, normally in one piece: the units of an evicted page are
@@ -67,7 +67,7 @@ class PooledPage:
 
 @dataclass(slots=True, eq=False)
 class PoolSpace:
-    """The pages of one namespace in one pool. Created by `PagePool.open`; its methods are the pool's.
+    """The pages of one namespace in one pool. Created by `DaemonPool.open`; its methods are the pool's.
 
     `page_bytes` are header and payload. `deletions` counts the starts and ends of deletions: a page that was read or
     written before one of them does not enter after it.
@@ -86,7 +86,7 @@ class PoolSpace:
     pages: dict[bytes, PooledPage] = field(default_factory=dict)
 
 
-class PagePool:
+class DaemonPool:
     """Memory for pages of `capacity_bytes`, allocated and touched at once; 0 for an empty pool. Thread-safe.
 
     The constructor blocks while the memory is touched, about a quarter of a second per GiB. Raises OSError if the

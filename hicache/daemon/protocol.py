@@ -94,14 +94,14 @@ class MemoryAttached(BaseModel):
     mapping: str
 
 
-class Lookup(_Body):
+class LookupRequest(_Body):
     """Keys to look up, to remove, or to read."""
 
     keys: Keys
     timeout_s: Timeout
 
 
-class Transfer(Lookup):
+class TransferRequest(LookupRequest):
     """Pages between the stores and frames of an engine's memory, one frame for each key."""
 
     memory: MemoryName
@@ -109,8 +109,8 @@ class Transfer(Lookup):
     frames: Frames
 
 
-class Store(Transfer):
-    """As Transfer; `parent` is the key of the page before the first, null at the start of a chain."""
+class StoreRequest(TransferRequest):
+    """As TransferRequest; `parent` is the key of the page before the first, null at the start of a chain."""
 
     parent: Digest | None = None
 

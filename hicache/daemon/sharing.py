@@ -35,7 +35,7 @@ from ..backends.store import Store
 from ..clock import SYSTEM_CLOCK, Clock
 from ..frame import FrameCodec, PageBuffer
 from .flights import Arrival, Flight, Waiter
-from .pool import PagePool, PooledPage
+from .pool import DaemonPool, PooledPage
 from .shared_slot import Attached, SharedSlot
 from .statistics import SharingStatistics
 from .verified import VerifiedPages, parent_of
@@ -47,7 +47,7 @@ class SharedStore(StoreGroup):
     pages in the pool, to be pinned and counted. Raises InvalidInput if `inner` is of another namespace or page size."""
 
     def __init__(
-        self, codec: FrameCodec, pool: PagePool, inner: Storage | None, *, label: str = "",
+        self, codec: FrameCodec, pool: DaemonPool, inner: Storage | None, *, label: str = "",
         slot: SharedSlot | None = None, clock: Clock = SYSTEM_CLOCK,
     ) -> None:  # fmt: skip
         self._counted = Calls(codec.frame_bytes, clock)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..frame import NO_PARENT, Damage, FrameCodec, PageBuffer, PageView, header_of
 from ..frame.header import PARENT
-from .pool import PagePool, PooledPage
+from .pool import DaemonPool, PooledPage
 from .units import copy_buffers
 
 
@@ -21,7 +21,7 @@ class VerifiedPages:
     others. In the pool each page has a tag; pages of a codec that compresses or encrypts get one when they enter.
     """
 
-    def __init__(self, codec: FrameCodec, pool: PagePool, label: str) -> None:
+    def __init__(self, codec: FrameCodec, pool: DaemonPool, label: str) -> None:
         self.pool = pool
         self.space = pool.open(codec.namespace, codec.payload_bytes, label)
         self._codec = codec
@@ -34,7 +34,7 @@ class VerifiedPages:
     def admit(
         self, key: bytes, page: PageBuffer, parent: bytes | None, *, since: int, deletions: int, is_wanted: bool
     ) -> PooledPage | None:
-        """Copy a page into the pool if it may enter. Return it held, to be released. See `PagePool.reserve`."""
+        """Copy a page into the pool if it may enter. Return it held, to be released. See `DaemonPool.reserve`."""
         entry = self.pool.reserve(self.space, key, since=since, deletions=deletions, is_wanted=is_wanted)
         if entry is None or not self.fill(entry, page, parent):
             return None

@@ -17,7 +17,7 @@ from hicache.admin import serve_configured, work
 from hicache.admin.embedded import AdminServer
 from hicache.cache import HostCache, create_host_cache
 from hicache.cache.mailbox import Mailbox
-from hicache.controller import Read
+from hicache.controller import ReadOperation
 from hicache.keys import RadixKey
 from tests.admin.ctl import Ctl
 from tests.admin.running import DIGEST, IDS, KEYS, PROMPT, RunningEngine, ask, file_config
@@ -124,7 +124,7 @@ def test_pages_of_a_warm_up_are_released_however_late_the_scheduler_is(
     controller, ask_scheduler = cold.cache.controller, Mailbox.ask
     read_apart = controller.read_apart
 
-    def read_while_it_stops(read: Read) -> None:
+    def read_while_it_stops(read: ReadOperation) -> None:
         monkeypatch.setattr("hicache.admin.embedded.SCHEDULER_TIMEOUT_S", 0.01)
         cold.pause()
         asked.clear()

@@ -16,7 +16,7 @@ from hicache.backends.limit import LIST_INTERVAL_S
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.storage import Storage
 from hicache.backends.store import UNGUARDED, Store
-from hicache.daemon.pool import PagePool
+from hicache.daemon.pool import DaemonPool
 from hicache.daemon.sharing import SharedStore
 from hicache.frame import FrameCodec
 from hicache_lab.conformance import (
@@ -68,7 +68,7 @@ STORES: dict[str, Callable[[Path], Storage]] = {
     "limit": limited_store,
     "guard": lambda path: Store(MemoryDriver(FULL), CODEC),
     "faulty": lambda path: Store(FaultyDriver(MemoryDriver(FULL)), CODEC, UNGUARDED),
-    "shared": lambda path: SharedStore(CODEC, PagePool(0), memory_store(CODEC, FULL)),
+    "shared": lambda path: SharedStore(CODEC, DaemonPool(0), memory_store(CODEC, FULL)),
 }
 
 
@@ -224,7 +224,7 @@ def test_each_shard_is_touched_with_its_own_pages() -> None:
 
 def test_a_page_of_the_pool_does_not_age_in_the_store_behind_it() -> None:
     inner = memory_store(CODEC, 8 * PAGE)
-    with contextlib.closing(SharedStore(CODEC, PagePool(64 * PAGE), inner)) as shared:
+    with contextlib.closing(SharedStore(CODEC, DaemonPool(64 * PAGE), inner)) as shared:
         store = doorless(shared)
         for chain in (HOT, OLD):
             store_chain(store, chain)
@@ -239,6 +239,6 @@ def test_a_page_of_the_pool_does_not_age_in_the_store_behind_it() -> None:
 
 
 def test_without_a_store_the_pool_reports_missing_pages() -> None:
-    with contextlib.closing(SharedStore(CODEC, PagePool(64 * PAGE), None)) as shared:
+    with contextlib.closing(SharedStore(CODEC, DaemonPool(64 * PAGE), None)) as shared:
         store_chain(doorless(shared), HOT)
         assert shared.batch_touch(HOT + OLD[:1], deadline=soon()) == OLD[:1]

@@ -13,7 +13,7 @@ from hicache.cache.break_even import BreakEven, Rates
 from hicache.cache.tiered import Warming
 from hicache.config import TransferConfig
 from hicache.config.integrity import IntegrityConfig
-from hicache.controller import Read
+from hicache.controller import ReadOperation
 from hicache.errors import BackendError, InvalidInput
 from hicache.frame import Compression, FrameCodec, PageBuffer
 from hicache.keys import PAGE_KEY_BYTES, RadixKey
@@ -33,7 +33,7 @@ def begin(world: World | HostWorld, key: RadixKey, pages_max: int = 1 << 20) -> 
     return warming
 
 
-def read_of(warming: Warming) -> Read:
+def read_of(warming: Warming) -> ReadOperation:
     """Return the read of a warm-up that has one."""
     assert warming.read is not None
     return warming.read

@@ -20,7 +20,7 @@ from hicache.backends.slot import OpenBackend
 from hicache.backends.storage import Storage
 from hicache.config import TransferConfig
 from hicache.config.guard import GuardConfig
-from hicache.controller import Lookup, Read, Store
+from hicache.controller import LookupOperation, ReadOperation, StoreOperation
 from hicache.controller.agreement import COUNTERS, Agreement, Progress
 from hicache.controller.gate import (
     BACKOFF_S_MAX,
@@ -249,10 +249,10 @@ def test_workers_start_no_batch_that_the_gate_has_cancelled(until: Until) -> Non
         storage = OpenStore(one.guard, until)
         beats: list[str] = []
         late, page, key = one.clock() + 5, np.zeros(1, np.int32), RadixKey.of([1, 2, 3, 4])
-        executor.look_up(Lookup(key, 0, b"", storage=storage, deadline=late), lambda: beats.append("look up"))
-        executor.read(Read(KEYS, page, storage=storage, deadline=late), lambda: beats.append("read"))
+        executor.look_up(LookupOperation(key, 0, b"", storage=storage, deadline=late), lambda: beats.append("look up"))
+        executor.read(ReadOperation(KEYS, page, storage=storage, deadline=late), lambda: beats.append("read"))
         chain = PageChain(key.tokens, 4, b"")
-        executor.store(Store(chain, page, begins_prompt=True, storage=storage), lambda: beats.append("store"))
+        executor.store(StoreOperation(chain, page, begins_prompt=True, storage=storage), lambda: beats.append("store"))
         # A store beats again after it has given way to reads.
         assert beats == (["look up", "read", "store", "store"] if until is IN_SERVICE else [])
 
@@ -266,7 +266,8 @@ def test_a_store_remembers_a_limited_number_of_chains_that_it_could_not_store() 
         keys = [number.to_bytes(32, "big") for number in range(4096 + 8)]
         for key in keys:
             chain = PageChain(bytes(4 * TOKEN_BYTES), 4, b"", [key])
-            executor.store(Store(chain, np.zeros(1, np.int32), begins_prompt=True, storage=storage), lambda: None)
+            operation = StoreOperation(chain, np.zeros(1, np.int32), begins_prompt=True, storage=storage)
+            executor.store(operation, lambda: None)
         assert list(storage.broken_chains) == keys[8:], "the oldest are forgotten"
 
 

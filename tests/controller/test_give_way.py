@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hicache.controller import Read
+from hicache.controller import ReadOperation
 from hicache.controller.storage import SharedTime
 from hicache_lab.replay.virtual.clock import VirtualClock
 from hicache_lab.replay.virtual.store import Table
@@ -47,7 +47,9 @@ class Busy:
     def _read_on(self) -> None:
         nothing: Any = None
         while self.clock() < self._until_s:
-            read = Read([b""] * 10, np.zeros(10, np.int32), storage=nothing, deadline=0.0, called_s=self.clock())
+            read = ReadOperation(
+                [b""] * 10, np.zeros(10, np.int32), storage=nothing, deadline=0.0, called_s=self.clock()
+            )
             self._time.begin(read)
             for _ in range(10):
                 self._table.move(1, writes=False)

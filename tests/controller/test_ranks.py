@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from hicache.config import RanksConfig
-from hicache.controller import Lookup, Store
+from hicache.controller import LookupOperation, StoreOperation
 from hicache.controller.agreement import COUNTERS, STORE_PLACES, Agreement, PrefetchProgress, Progress, StoreProgress
 from hicache.controller.gate import OpenStore, Readiness
 from hicache.controller.ranks import Int64s, TorchRankGroup, require_equal
@@ -177,12 +177,12 @@ COUNTS = dict.fromkeys(COUNTERS, 1) | {"loads": 2}
 NO_STORAGE = cast(OpenStore, None)
 
 
-def prefetch() -> Lookup:
-    return Lookup(RadixKey(b""), 0, b"", storage=NO_STORAGE, deadline=0.0)
+def prefetch() -> LookupOperation:
+    return LookupOperation(RadixKey(b""), 0, b"", storage=NO_STORAGE, deadline=0.0)
 
 
-def store() -> Store:
-    return Store(PageChain(b"", 1, b""), NO_PAGES, begins_prompt=True, storage=NO_STORAGE)
+def store() -> StoreOperation:
+    return StoreOperation(PageChain(b"", 1, b""), NO_PAGES, begins_prompt=True, storage=NO_STORAGE)
 
 
 class Ranks:

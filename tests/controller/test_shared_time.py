@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hicache.cache.break_even import WINDOW, RateEstimator
-from hicache.controller.operations import Read
+from hicache.controller.operations import ReadOperation
 from hicache.controller.storage import SharedTime
 from hicache_lab.replay.virtual.clock import VirtualClock
 from hicache_lab.replay.virtual.machine import VirtualWorkers
@@ -19,9 +19,9 @@ PAGE_BYTES = 1_000_000
 PATIENCE_S = 60.0
 
 
-def read_of(pages: int) -> Read:
+def read_of(pages: int) -> ReadOperation:
     nothing: Any = None
-    return Read([b""] * pages, np.zeros(pages, np.int32), storage=nothing, deadline=0.0)
+    return ReadOperation([b""] * pages, np.zeros(pages, np.int32), storage=nothing, deadline=0.0)
 
 
 class SimulatedStore:
@@ -36,10 +36,10 @@ class SimulatedStore:
         self.estimator = RateEstimator()
         self.divides = True
         self._time = SharedTime(self.clock, PATIENCE_S)
-        self._left: dict[Read, float] = {}  # bytes
+        self._left: dict[ReadOperation, float] = {}  # bytes
         self._counted_s = self.clock()
         self._ended = 0
-        self._workers: VirtualWorkers[Read] = VirtualWorkers(
+        self._workers: VirtualWorkers[ReadOperation] = VirtualWorkers(
             "io", threads, handle=self._read, fail=lambda read: None, acknowledge=self._end, clock=self.clock
         )
 
@@ -51,7 +51,7 @@ class SimulatedStore:
         while self._ended < len(pages):
             self.clock.sleep_until_event(self.clock() + 1000)
 
-    def _read(self, read: Read, beat: Callable[[], None]) -> None:
+    def _read(self, read: ReadOperation, beat: Callable[[], None]) -> None:
         read.called_s = self.clock()
         self._time.begin(read)
         self.clock.sleep(self.fixed_s)
@@ -71,7 +71,7 @@ class SimulatedStore:
             self._left[read] -= (now_s - self._counted_s) * self.bytes_per_s / count
         self._counted_s = now_s
 
-    def _end(self, read: Read) -> None:
+    def _end(self, read: ReadOperation) -> None:
         self._ended += 1
         overlap = read.seconds / read.charged_s if self.divides else 1.0
         self.estimator.observe(overlap * len(read.host_pages) * PAGE_BYTES, read.seconds)

@@ -17,7 +17,7 @@ from hicache.backends.registry import BackendSpec
 from hicache.backends.storage import Storage
 from hicache.config import HiCacheConfig
 from hicache.config.daemon import DaemonConfig
-from hicache.daemon.namespace import Namespace
+from hicache.daemon.namespace import ServedNamespace
 from hicache.daemon.node import NamespaceRequest, Node, pool_bytes_of
 from hicache.daemon.refusal import Refused
 from hicache.daemon.shared_slot import SharedSlot
@@ -85,11 +85,11 @@ def make() -> Iterator[Callable[..., tuple[Node, Opener]]]:
         yield begin
 
 
-def opened(node: Node, digest: bytes = DIGEST) -> Namespace:
+def opened(node: Node, digest: bytes = DIGEST) -> ServedNamespace:
     return node.open(digest.hex(), REQUEST, node.clock() + WAIT_S)
 
 
-def opened_late(node: Node, opener: Opener) -> Namespace:
+def opened_late(node: Node, opener: Opener) -> ServedNamespace:
     """Open the namespace whose store hangs. Moves the clock by half of the caller's time, once the wait began."""
     waits, wait = threading.Event(), SharedSlot.wait
 
@@ -104,7 +104,7 @@ def opened_late(node: Node, opener: Opener) -> Namespace:
         return opening.result(WAIT_S)
 
 
-def as_store(namespace: Namespace) -> Subject:
+def as_store(namespace: ServedNamespace) -> Subject:
     return doorless(namespace.store)
 
 

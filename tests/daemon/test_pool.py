@@ -9,7 +9,7 @@ import pytest
 
 from hicache.backends.base import Usage
 from hicache.daemon.hot import EPOCH_BATCHES
-from hicache.daemon.pool import PagePool, PooledPage, PoolSpace
+from hicache.daemon.pool import DaemonPool, PooledPage, PoolSpace
 from hicache.errors import InvalidInput, InvariantError
 from hicache.frame import HEADER_BYTES, NO_PARENT
 from hicache.frame.header import PARENT
@@ -21,9 +21,9 @@ PAYLOAD = 2 * UNIT - HEADER_BYTES
 ONE, OTHER = bytes(31) + b"\1", bytes(31) + b"\2"
 
 
-def pool_of(pages: int) -> PagePool:
+def pool_of(pages: int) -> DaemonPool:
     """Return a pool for `pages` pages of two units each."""
-    return PagePool(pages * 2 * UNIT, unit_bytes=UNIT)
+    return DaemonPool(pages * 2 * UNIT, unit_bytes=UNIT)
 
 
 def fill(page: PooledPage, parent: bytes | None = None) -> None:
@@ -38,7 +38,7 @@ def is_whole(page: PooledPage) -> bool:
 
 
 def put(
-    pool: PagePool, space: PoolSpace, keys: Sequence[bytes], parent: bytes | None = None, twice: bool = True
+    pool: DaemonPool, space: PoolSpace, keys: Sequence[bytes], parent: bytes | None = None, twice: bool = True
 ) -> int:
     """Add the pages of a chain, with a second attempt for each if `twice`. Return how many were added."""
     since, deletions, entered = pool.now(), pool.deletions(space), 0
@@ -54,7 +54,7 @@ def put(
     return entered
 
 
-def present(pool: PagePool, space: PoolSpace, keys: Sequence[bytes]) -> list[bytes]:
+def present(pool: DaemonPool, space: PoolSpace, keys: Sequence[bytes]) -> list[bytes]:
     return [key for key, is_present in zip(keys, pool.has(space, keys), strict=True) if is_present]
 
 
@@ -63,7 +63,7 @@ def test_the_memory_of_the_pool_is_allocated_and_touched_at_once() -> None:
         return int(Path("/proc/self/status").read_text().split("VmRSS:")[1].split()[0])
 
     before = resident_kib()
-    pool = PagePool(64 << 20)
+    pool = DaemonPool(64 << 20)
     assert resident_kib() - before > 60 << 10
     assert pool.statistics().capacity_bytes == 64 << 20
 
@@ -71,7 +71,7 @@ def test_the_memory_of_the_pool_is_allocated_and_touched_at_once() -> None:
 @pytest.mark.parametrize("seed", seeds(4))
 def test_namespaces_with_pages_of_different_sizes_share_one_limit(seed: int) -> None:
     dice = rng(seed)
-    pool = PagePool(64 * UNIT, unit_bytes=UNIT)
+    pool = DaemonPool(64 * UNIT, unit_bytes=UNIT)
     sizes = [1, UNIT - HEADER_BYTES, UNIT, 5 * UNIT, 17 * UNIT + 3]
     spaces = [pool.open(bytes(31) + bytes([number]), size) for number, size in enumerate(sizes)]
     keys = make_keys(40)
@@ -321,7 +321,7 @@ def test_two_concurrent_reads_of_a_page_leave_one_copy() -> None:
 @pytest.mark.parametrize("quota_bytes", [None, 100 * UNIT])
 @pytest.mark.parametrize("units", [0, 1])
 def test_a_page_larger_than_the_pool_evicts_nothing(units: int, quota_bytes: int | None) -> None:
-    pool = PagePool(units * UNIT, unit_bytes=UNIT)
+    pool = DaemonPool(units * UNIT, unit_bytes=UNIT)
     small, large = pool.open(ONE, 1), pool.open(OTHER, PAYLOAD)
     pool.set_quota(large, quota_bytes)
     keys = make_keys(1)
@@ -331,7 +331,7 @@ def test_a_page_larger_than_the_pool_evicts_nothing(units: int, quota_bytes: int
 
 
 def test_pages_of_one_size_reuse_whole_extents() -> None:
-    pool = PagePool(100 * UNIT, unit_bytes=UNIT)
+    pool = DaemonPool(100 * UNIT, unit_bytes=UNIT)
     space = pool.open(ONE, 7 * UNIT - HEADER_BYTES)
     for number in range(50):
         put(pool, space, make_keys(5, f"chain {number}"))
@@ -355,7 +355,7 @@ def test_a_namespace_has_one_page_size_and_is_emptied_by_its_last_close() -> Non
 @pytest.mark.parametrize("size", [-1, -UNIT])
 def test_a_negative_size_is_rejected(size: int) -> None:
     with pytest.raises(InvalidInput):
-        PagePool(size)
+        DaemonPool(size)
 
 
 def test_hits_of_different_tails_count_for_their_shared_head() -> None:
@@ -391,7 +391,7 @@ def test_the_number_of_hot_prefixes_is_limited_and_unused_ones_are_dropped() -> 
 
 def test_the_work_of_an_eviction_does_not_grow_with_the_pool() -> None:
     """The test counts steps of the eviction order, because times vary."""
-    pool = PagePool(4000 * UNIT, unit_bytes=UNIT)
+    pool = DaemonPool(4000 * UNIT, unit_bytes=UNIT)
     space = pool.open(ONE, UNIT - HEADER_BYTES)
     put(pool, space, make_keys(4000))
     steps = 0

@@ -18,7 +18,7 @@ from hicache.backends.storage import Storage
 from hicache.backends.store import UNGUARDED, Store
 from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.daemon.flights import Flights
-from hicache.daemon.pool import PagePool
+from hicache.daemon.pool import DaemonPool
 from hicache.daemon.shared_slot import Attached
 from hicache.daemon.sharing import SharedStore
 from hicache.errors import InvalidInput
@@ -109,7 +109,7 @@ def in_front_of(
     inner: Storage | None, pool_pages: int = 64, codec: FrameCodec = CODEC, clock: Clock = SYSTEM_CLOCK
 ) -> SharedStore:
     units = -(-(HEADER_BYTES + codec.payload_bytes) // UNIT)
-    pool = PagePool(pool_pages * units * UNIT, unit_bytes=UNIT)
+    pool = DaemonPool(pool_pages * units * UNIT, unit_bytes=UNIT)
     store = SharedStore(codec, pool, inner, label="test", clock=clock)
     OPENED.append(store)
     return store
@@ -609,7 +609,7 @@ def test_the_errors_of_replaced_stores_stay_in_the_totals() -> None:
 def test_a_store_of_another_namespace_is_rejected() -> None:
     for codec in (FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES), FrameCodec(NAMESPACE, PAYLOAD_BYTES + 1)):
         with pytest.raises(InvalidInput):
-            SharedStore(CODEC, PagePool(0), memory_store(codec))
+            SharedStore(CODEC, DaemonPool(0), memory_store(codec))
         store = shared(None)
         store.slot.replace(lambda codec=codec: memory_store(codec))  # type: ignore[misc]
         wait_for(lambda store=store: store.slot.open_failures > 0)  # type: ignore[misc]

@@ -8,7 +8,7 @@ import pytest
 
 from hicache.backends.base import SetOutcome
 from hicache.backends.memory import MemoryDriver
-from hicache.daemon.pool import PagePool
+from hicache.daemon.pool import DaemonPool
 from hicache.daemon.sharing import SharedStore
 from hicache.frame import FrameCodec
 from hicache_lab.conformance import (
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.long
 LARGE, SMALL = 8 << 20, 1 << 20
 
 
-def shared(codec: FrameCodec, pool: PagePool, inner: Subject) -> Subject:
+def shared(codec: FrameCodec, pool: DaemonPool, inner: Subject) -> Subject:
     """Return a shared store. Its `write` damages the store behind it, and first removes the page from the pool so that
     a read gets the damaged one."""
     backend = SharedStore(codec, pool, inner.backend)
@@ -54,7 +54,7 @@ class TestOverMemory(SoleDriverContract):
 
     @pytest.fixture
     def open_store(self) -> OpenStore:
-        pool = PagePool(SMALL, unit_bytes=4096)
+        pool = DaemonPool(SMALL, unit_bytes=4096)
         return lambda codec: shared(codec, pool, memory(codec))
 
     def test_a_random_walk_matches_the_memory_driver(self, open_store: OpenStore) -> None:
@@ -67,7 +67,7 @@ class TestWithoutAPool(SampleContract):
 
     @pytest.fixture
     def open_store(self) -> OpenStore:
-        pool = PagePool(0, unit_bytes=4096)
+        pool = DaemonPool(0, unit_bytes=4096)
         return lambda codec: shared(codec, pool, memory(codec))
 
 
@@ -77,5 +77,5 @@ class TestOverFile(SampleContract):
 
     @pytest.fixture
     def open_store(self, tmp_path: Path) -> OpenStore:
-        pool = PagePool(LARGE, unit_bytes=4096)
+        pool = DaemonPool(LARGE, unit_bytes=4096)
         return lambda codec: shared(codec, pool, open_file(tmp_path / "store", codec))

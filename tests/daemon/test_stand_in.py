@@ -15,7 +15,7 @@ from hicache.backends.storage import Storage
 from hicache.backends.store import UNGUARDED, Store
 from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config.guard import GuardConfig
-from hicache.daemon.pool import PagePool
+from hicache.daemon.pool import DaemonPool
 from hicache.daemon.sharing import SharedStore
 from hicache.frame import HEADER_BYTES
 from hicache_lab.clocks import ManualClock
@@ -86,7 +86,7 @@ def shared() -> Iterator[Callable[..., Subject]]:
     with contextlib.ExitStack() as opened:
 
         def make(inner: Storage | None, pool_pages: int = 64, clock: Clock = SYSTEM_CLOCK) -> Subject:
-            pool = PagePool(pool_pages * PAGE_UNITS * UNIT, unit_bytes=UNIT)
+            pool = DaemonPool(pool_pages * PAGE_UNITS * UNIT, unit_bytes=UNIT)
             backend = SharedStore(CODEC, pool, inner, label="test", clock=clock)
             opened.callback(backend.close)
             opened.callback(pool.check)

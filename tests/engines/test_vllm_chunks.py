@@ -39,7 +39,7 @@ with warnings.catch_warnings():  # from vLLM and its imports
     from hicache.integrations.vllm.announced import WorkerLayout, announce, announced
     from hicache.integrations.vllm.chunks import Chunk, ChunkConnector, _host_bytes, _tiers
     from hicache.integrations.vllm.connector import PageConnector
-    from hicache.integrations.vllm.engine import Engine, has_pages
+    from hicache.integrations.vllm.engine import VllmEngine, has_pages
     from hicache.integrations.vllm.figures import CopyStats
 
 from .test_vllm_engine import vllm_config
@@ -225,8 +225,8 @@ def test_only_models_that_may_need_vllms_offloading_get_its_layout(
 
 
 def test_the_scheduler_gets_the_sizes_of_layers_from_the_workers() -> None:
-    worker = Engine.of(vllm_config(), _one_group(uniform(LATENT, INDEXER, LATENT)))
-    scheduler = Engine.of(vllm_config(), _one_group(LATENT))
+    worker = VllmEngine.of(vllm_config(), _one_group(uniform(LATENT, INDEXER, LATENT)))
+    scheduler = VllmEngine.of(vllm_config(), _one_group(LATENT))
     assert worker.layout.layer_bytes == (32 * 576 * 2, 32 * 132, 32 * 576 * 2) != scheduler.layout.layer_bytes
     found = WorkerLayout("form", worker.layout.layer_bytes, worker.specs, (1, 2))
     told = scheduler.as_announced(found)
@@ -242,7 +242,7 @@ def test_layers_that_a_forward_does_not_wait_for_are_first_in_a_page() -> None:
     vllm.compilation_config.static_forward_context.update(
         {f"layer {number}": kind.__new__(kind) for number, kind in enumerate(kinds)}
     )
-    engine = Engine.of(vllm, _one_group(uniform(LATENT, INDEXER, LATENT, INDEXER)))
+    engine = VllmEngine.of(vllm, _one_group(uniform(LATENT, INDEXER, LATENT, INDEXER)))
     assert engine.layer_names == ("layer 1", "layer 3", "layer 0", "layer 2")
     assert engine.early_layers == 2 and engine.layout.layer_bytes == (32 * 132,) * 2 + (32 * 576 * 2,) * 2
 

@@ -24,7 +24,7 @@ with warnings.catch_warnings():  # from vLLM and its imports
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from hicache.integrations.vllm import engine as vllm_engine
-    from hicache.integrations.vllm.engine import AdapterKeys, Engine, log_as_vllm
+    from hicache.integrations.vllm.engine import AdapterKeys, VllmEngine, log_as_vllm
 from hicache.integrations.vllm.layout import BlockLayout
 from hicache.keys import Namespace
 from tests.waiting import WAIT_S, wait_for
@@ -67,7 +67,7 @@ def vllm_config(**changes: Any) -> Any:
 def namespace_of(**changes: Any) -> Namespace:
     """Return an engine's namespace."""
     layout = BlockLayout(16, 64, (128,), 1)
-    engine = Engine(HiCacheConfig(page_size=64), layout, ("layer",), 8, False, "specs", vllm_config(**changes))
+    engine = VllmEngine(HiCacheConfig(page_size=64), layout, ("layer",), 8, False, "specs", vllm_config(**changes))
     return engine.namespace("the form of its blocks")
 
 
@@ -183,10 +183,10 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def open_engine(changes: dict[str, Any], spec: dict[str, Any], groups: int = 1) -> Engine:
+def open_engine(changes: dict[str, Any], spec: dict[str, Any], groups: int = 1) -> VllmEngine:
     group = SimpleNamespace(kv_cache_spec=dataclasses.replace(SPEC, **spec), layer_names=["layer"])
     cache: Any = SimpleNamespace(kv_cache_groups=[group] * groups, num_blocks=64, kv_tp_replicas=1)
-    return Engine.of(vllm_config(**changes), cache)
+    return VllmEngine.of(vllm_config(**changes), cache)
 
 
 def test_an_engine_with_full_attention_is_served() -> None:
@@ -255,7 +255,7 @@ def test_engines_with_one_configuration_do_not_share_frames() -> None:
     config = HiCacheConfig.model_validate({"page_size": 64, "host": {"tokens": 512, "shared": {"name": name}}})
     layout = BlockLayout(16, 64, (128,), 1)
     first, second, third = (
-        Engine(config, layout, ("layer",), 8, False, "specs", vllm_config(data_parallel_index=rank))
+        VllmEngine(config, layout, ("layer",), 8, False, "specs", vllm_config(data_parallel_index=rank))
         for rank in (0, 0, 1)
     )
     with ExitStack() as undo:

@@ -13,14 +13,14 @@ import torch
 
 from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config import HiCacheConfig
-from hicache.integrations.sglang.identity import Engine
+from hicache.integrations.sglang.identity import EngineIdentity
 from hicache.integrations.sglang.pages import HostPages
 from hicache.integrations.sglang.storage import HostPoolStorage
 from hicache.integrations.store import EngineStorage
 
 LAYERS, HEADS, HEAD_DIM, PAGE_SIZE = 3, 2, 4, 8
 LATENT = 6
-ENGINE = Engine(version="0.5.23", weights="weights", weight_version="default", label="llama")
+ENGINE = EngineIdentity(version="0.5.23", weights="weights", weight_version="default", label="llama")
 
 
 @dataclass
@@ -50,7 +50,7 @@ def files(folder: Path, *, capacity: int | None = None) -> dict[str, Any]:
 
 
 def open_storage(
-    pools: Mapping[str, Any], storage: dict[str, Any], *, ranks: Ranks | None = None, engine: Engine = ENGINE,
+    pools: Mapping[str, Any], storage: dict[str, Any], *, ranks: Ranks | None = None, engine: EngineIdentity = ENGINE,
     is_current: Callable[[], bool] = lambda: True, clock: Clock = SYSTEM_CLOCK, **sections: Any,
 ) -> HostPoolStorage:  # fmt: skip
     """Open the storage of an engine with these pools by name, as HiCacheStore does."""

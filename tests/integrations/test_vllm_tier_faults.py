@@ -10,7 +10,7 @@ import pytest
 from hicache.backends.base import Direction
 from hicache.errors import BackendError
 from hicache.integrations.vllm_tier.identity import chunk_keys
-from hicache.integrations.vllm_tier.jobs import Job
+from hicache.integrations.vllm_tier.jobs import TierJob
 from tests.seeds import rng, seeds
 from tests.waiting import wait_for
 
@@ -73,7 +73,7 @@ def test_a_job_abandoned_before_its_rows_are_read_stores_nothing(in_place: bool)
         engine.step()
         opened = engine.tier._gate.enter()
         keys = [chunk_keys(ROOT)(name) for name in names]
-        job = Job(0, Direction.WRITE, names, keys, [0], opened, math.inf)
+        job = TierJob(0, Direction.WRITE, names, keys, [0], opened, math.inf)
 
         def abandon() -> None:
             job.is_left = True

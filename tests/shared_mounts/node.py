@@ -33,7 +33,7 @@ from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.file.system import CREATE_FLAGS
 from hicache.backends.registry import BackendSpec, open_spec
 from hicache.backends.shared_files import SharedFilesDriver, lease
-from hicache.backends.shared_files.writes import Writes
+from hicache.backends.shared_files.writes import SharedFileWrites
 from hicache.backends.storage import Storage
 from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.config.storage import SharedFilesStorageOptions
@@ -129,7 +129,7 @@ def read_pages(store: Storage, keys: Sequence[bytes], deadline_s: float = 20.0) 
     return outcomes
 
 
-class _WritesInPlace(Writes):
+class _WritesInPlace(SharedFileWrites):
     def _write(self, name: str, data: memoryview, used_s: float | None) -> str:
         temporary = super()._write(name, data, used_s)
         with contextlib.suppress(FileExistsError):

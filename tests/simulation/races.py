@@ -13,7 +13,7 @@ from hicache.cache.device_tier import DeviceTier
 from hicache.cache.host_tier import HostTier
 from hicache.cache.prefetch import Prefetcher
 from hicache.cache.prefetch_states import State
-from hicache.controller import Acks, Backup, HiCacheController, Load, Lookup, Read, Store
+from hicache.controller import Acks, Backup, HiCacheController, Load, LookupOperation, ReadOperation, StoreOperation
 from hicache.controller.agreement import StoreProgress
 from hicache.radix import EvictionChoice, Match, Node, RadixTree
 from hicache.radix.stored import StoredPrefixes
@@ -159,7 +159,7 @@ class _FreesPagesAtCancel(Prefetcher):
     def _cancel(self, prefetch: Any) -> None:
         super()._cancel(prefetch)
         fetch = prefetch.current
-        if isinstance(read := fetch.operation, Read):
+        if isinstance(read := fetch.operation, ReadOperation):
             unused = read.host_pages[fetch.taken_pages :]
             self._host.release(unused)
             fetch.taken_pages = len(read.host_pages)
@@ -168,7 +168,7 @@ class _FreesPagesAtCancel(Prefetcher):
 class _TakesLateArrivals(Prefetcher):
     """Pages of a cancelled prefetch that arrive late enter the tree, although they are also freed."""
 
-    def ended(self, read: Read) -> None:
+    def ended(self, read: ReadOperation) -> None:
         prefetch = self._operations[read]
         if prefetch.state is State.CANCELLED:
             late, fetch = read.host_pages[: read.pages_here], prefetch.current
@@ -179,8 +179,8 @@ class _TakesLateArrivals(Prefetcher):
 class _TrustsRequestedLength(HiCacheController):
     """A read counts as complete even if it was short, so old contents of its pages become visible."""
 
-    def _take_prefetch(self, acks: Acks, operation: Lookup | Read, ended: bool, pages: int) -> None:
-        if ended and isinstance(operation, Read):
+    def _take_prefetch(self, acks: Acks, operation: LookupOperation | ReadOperation, ended: bool, pages: int) -> None:
+        if ended and isinstance(operation, ReadOperation):
             pages = len(operation.host_pages)
         super()._take_prefetch(acks, operation, ended, pages)
 
@@ -220,7 +220,7 @@ class _StoresWithoutHolding(HostTier):
             self._trees.current.release_host(node)
         return is_accepted
 
-    def stored(self, store: Store) -> None:
+    def stored(self, store: StoreOperation) -> None:
         tree, node = self._stores[store]
         tree.hold_host(node)
         super().stored(store)
@@ -290,7 +290,7 @@ class _StoresInCurrentStorage(HiCacheController):
     def poll(self) -> Acks | None:
         acks = super().poll()
         now_open = self.gate.storage
-        for store in self._storage.pools[Store]._waiting if now_open is not None else ():  # type: ignore[attr-defined]
+        for store in self._storage.pools[StoreOperation]._waiting if now_open is not None else ():  # type: ignore[attr-defined]
             self.gate.slot.leave(store.storage)
             store.storage = self.gate.enter()
         return acks
@@ -299,7 +299,7 @@ class _StoresInCurrentStorage(HiCacheController):
 class _CountsDetachedStores(HiCacheController):
     """A store that ends after its server was detached counts as stored in the attached server."""
 
-    def _take_store(self, store: Store, progress: StoreProgress, acks: Acks) -> None:
+    def _take_store(self, store: StoreOperation, progress: StoreProgress, acks: Acks) -> None:
         super()._take_store(store, progress, acks)
         store.stored = progress is StoreProgress.STORED
 

@@ -40,7 +40,7 @@ from .pages import Identity, NotThePage, PageFiles, error_name, look, page_name,
 from .reconcile import rows_of, stored_pages
 from .store import FileStore, Removal, now_us
 from .system import System
-from .writes import CapacityManager, Writes, class_of
+from .writes import CapacityManager, FileWrites, class_of
 
 # A daemon opens a store for each namespace.
 _limits_log = LimitedLog(logging.getLogger(__name__), 3600.0)
@@ -252,7 +252,7 @@ class FileDriver:
 
     def write(self, pages: PageWrites) -> None:
         """See Driver. Two transactions per batch; pages become visible at its end, head first."""
-        writes = Writes(self._store, self._files, self._capacity, self._pool, pages)
+        writes = FileWrites(self._store, self._files, self._capacity, self._pool, pages)
         used_us = None if pages.used_s is None else min(int(pages.used_s * 1e6), now_us(self._clock))
         writes.run(self._write_uses, used_us)
         if len(writes.present) < len(pages):

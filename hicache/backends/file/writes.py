@@ -1,7 +1,7 @@
 """Writes of a file store: capacity, and the steps of one `batch_set`.
 
 Locking design: a `CapacityManager` changes only in transactions, except for `_full`, which any thread replaces as a
-whole. A `Writes` belongs to one call; its `_write` runs in several threads, each with its own position; they write
+whole. A `FileWrites` belongs to one call; its `_write` runs in several threads, each with its own position; they write
 their own slots of dictionaries and append to lists, both atomic in CPython. `rejection` is the reason of any of them.
 """
 
@@ -191,7 +191,7 @@ class CapacityManager:
             need -= page.size
 
 
-class Writes:
+class FileWrites:
     """The pages of one `batch_set`. `run` settles all of them, except those that were not started before the deadline.
     `present` are the keys of already stored pages. `rejection` is the reason why pages were rejected, or None."""
 

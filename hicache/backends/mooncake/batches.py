@@ -65,7 +65,7 @@ def _is_too_long(session: ClientSession, name: str, pages: PageReads[bool]) -> b
         return False
 
 
-class Writes:
+class MooncakeWrites:
     """One `batch_set`. Stores pages head first. After a rejected page, no page that this call stored remains."""
 
     def __init__(self, session: ClientSession, pages: PageWrites) -> None:

@@ -28,7 +28,7 @@ from ..errors import StoreError
 from ..pages import PageReads, PageWrites
 from . import codes
 from .admin import Admin, admin_address
-from .batches import Writes, read_pages
+from .batches import MooncakeWrites, read_pages
 from .buffers import address_of
 from .session import ClientSession, Names, SessionManager, remove_unleased
 
@@ -82,7 +82,7 @@ class MooncakeDriver:
         """See Driver. If the store is full, waits up to half a second for it to evict pages."""
         with self._sessions.use() as session:
             session.paths.enlarge(pages.codec.frame_bytes, pages.deadline)
-            Writes(session, pages).run()
+            MooncakeWrites(session, pages).run()
             self._renew_if_lost(pages.errors, session)
 
     def _renew_if_lost(self, errors: list[str], session: ClientSession) -> None:

@@ -28,7 +28,7 @@ _DEPTH_MAX = 128
 Pages = TypeVar("Pages", PageReads[StoredValue], PageWrites)
 
 
-class _Transfer(Requests, Generic[Pages]):
+class _RedisBatch(Requests, Generic[Pages]):
     """Moves the bodies of pages."""
 
     def __init__(self, context: RedisContext, pages: Pages, *, to_read: bool) -> None:
@@ -97,7 +97,7 @@ class _Transfer(Requests, Generic[Pages]):
         return position
 
 
-class Reads(_Transfer[PageReads[StoredValue]]):
+class RedisReads(_RedisBatch[PageReads[StoredValue]]):
     """Reads the pages of one `batch_get`."""
 
     def __init__(self, context: RedisContext, pages: PageReads[StoredValue]) -> None:
@@ -129,7 +129,7 @@ class Reads(_Transfer[PageReads[StoredValue]]):
         return None
 
 
-class Writes(_Transfer[PageWrites]):
+class RedisWrites(_RedisBatch[PageWrites]):
     """Stores the pages of one `batch_set`."""
 
     def __init__(self, context: RedisContext, pages: PageWrites) -> None:

@@ -31,7 +31,7 @@ from ..errors import ErrorKind, StoreError
 from ..rotated import Rotated
 from .channel import Channel, Reply, command
 from .errors import ErrorReply, failure_of
-from .options import Access, Endpoint, Mode, named_address
+from .options import Endpoint, Mode, RedisAccess, named_address
 
 # Concurrent connection attempts of one backend, including hanging ones.
 _ATTEMPTS_MAX = 32
@@ -52,7 +52,7 @@ class Connector:
     """Opens channels to servers and queries sentinels. Thread-safe. Its methods block at most until their deadline, and
     for at most `timeout` per server or sentinel."""
 
-    def __init__(self, access: Access, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(self, access: RedisAccess, clock: Clock = SYSTEM_CLOCK) -> None:
         self._access = access
         self._clock = clock
         self._dials = SupervisedPool[Any]("redis-connect", _ATTEMPTS_MAX, linger_s=0.0, clock=clock)
@@ -151,7 +151,7 @@ class Connector:
 
 
 def _open(
-    endpoint: Endpoint, access: Access, provider: CredentialProvider | None, orders: Sequence[Sequence[bytes]],
+    endpoint: Endpoint, access: RedisAccess, provider: CredentialProvider | None, orders: Sequence[Sequence[bytes]],
     by: float, clock: Clock,
 ) -> _Opened | StoreError:
     """Open a connection, on a thread of the connector. Blocks. Returns a failure instead of raising it: the chain of
@@ -207,7 +207,7 @@ def _close(opened: _Opened | StoreError | None) -> None:
         opened[0].close()
 
 
-def named_node(access: Access, host: bytes, port: Reply) -> Address:
+def named_node(access: RedisAccess, host: bytes, port: Reply) -> Address:
     """Return the address of a node from the host and port that a server names. Raises StoreError if it is malformed or
     not allowed."""
     address = named_address(host, port)

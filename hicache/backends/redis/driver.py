@@ -26,11 +26,11 @@ from ..base import StoredPage, Usage
 from ..driver import Answer, Incidents
 from ..errors import ErrorKind, StoreError
 from ..pages import PageReads, PageWrites
-from .batches import Reads, Writes
+from .batches import RedisReads, RedisWrites
 from .channel import Channel, Reply
 from .connect import Connector
 from .errors import ADVICE, FULL, ErrorReply, unavailable
-from .options import Access, open_access
+from .options import RedisAccess, open_access
 from .pipeline import YES, RedisContext, StoredValue, exists, failures, flags, unlink, unlink_same
 from .pool import Pool, Pools, Purpose
 from .routing import Router
@@ -50,7 +50,7 @@ _THREADS_MAX = 16
 
 def open_servers(
     options: RedisStorageOptions, page: bytes = b"", clock: Clock = SYSTEM_CLOCK
-) -> tuple[Access, Pools, Router]:
+) -> tuple[RedisAccess, Pools, Router]:
     """Find the servers and check that they match `options`. If `page` is given, also look up that key as a normal call
     does, so that missing permissions and dead replicas are found now.
 
@@ -134,11 +134,11 @@ class RedisDriver:
 
     def read(self, pages: PageReads[StoredValue]) -> None:
         """See Driver."""
-        Reads(self._context, pages).move(range(len(pages)))
+        RedisReads(self._context, pages).move(range(len(pages)))
 
     def write(self, pages: PageWrites) -> None:
         """See Driver. A page whose reply was lost is ERROR, although it may be stored."""
-        Writes(self._context, pages).run()
+        RedisWrites(self._context, pages).run()
         self.rejection = FULL if pages.is_full else None
 
     def remove(

@@ -38,7 +38,7 @@ def named_address(host: bytes, port: object) -> Address | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class RedisAccess:
     """The access data that `open_access` derives from `options`. `repr` shows no secret.
 
     `addresses` are those of the server, of some cluster nodes, or of the sentinels; `replicas` are those of a single
@@ -90,7 +90,7 @@ def _ip(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
         return None
 
 
-def open_access(options: RedisStorageOptions) -> Access:
+def open_access(options: RedisStorageOptions) -> RedisAccess:
     """Read the secrets that `options` name. Raises ConfigError for a file or secret that cannot be read."""
     mode: Mode = "single"
     addresses: tuple[Endpoint, ...]
@@ -109,7 +109,7 @@ def open_access(options: RedisStorageOptions) -> Access:
         name: getattr(options, name) for name in ("tls_ca_file", "tls_cert_file", "tls_key_file")
     }
     tls = client_tls("backend redis", tls_files, check_hostname=options.tls_check_hostname) if is_tls else None
-    return Access(
+    return RedisAccess(
         options,
         mode,
         addresses,

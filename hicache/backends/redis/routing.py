@@ -33,7 +33,7 @@ from ..errors import ErrorKind, StoreError
 from .channel import Channel, Reply
 from .connect import NODES_MAX, Connector, named_node
 from .errors import ErrorReply
-from .options import Access, Endpoint, named_address
+from .options import Endpoint, RedisAccess, named_address
 from .pool import Pools, Purpose
 
 logger = logging.getLogger(__name__)
@@ -99,7 +99,7 @@ class Router:
     """
 
     def __init__(
-        self, access: Access, connector: Connector, pools: Pools, deadline: float, clock: Clock = SYSTEM_CLOCK
+        self, access: RedisAccess, connector: Connector, pools: Pools, deadline: float, clock: Clock = SYSTEM_CLOCK
     ) -> None:
         self._clock = clock
         self._access = access
@@ -292,7 +292,7 @@ class Router:
         raise failure
 
 
-def parse_slots(reply: Reply, source: Endpoint, access: Access) -> Routes:
+def parse_slots(reply: Reply, source: Endpoint, access: RedisAccess) -> Routes:
     """Return the routes in the reply to CLUSTER SLOTS. Raises StoreError if it is malformed, names no node or too many
     nodes, or names a node that is not allowed."""
     slots = [NO_SHARD] * SLOTS
@@ -318,7 +318,7 @@ def parse_slots(reply: Reply, source: Endpoint, access: Access) -> Routes:
     return Routes(tuple(shards), slots)
 
 
-def _node(node: Reply, source: Endpoint, access: Access) -> Address:
+def _node(node: Reply, source: Endpoint, access: RedisAccess) -> Address:
     match node:
         case [bytes(host), int(port), *_] if host not in (b"", b"?"):
             return named_node(access, host, port)

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class S3Access:
     """Endpoint and credentials of the store. Paths of requests begin with `path`. For a proxy that gets whole URLs,
     `origin` precedes the path. `session` is botocore's."""
 
@@ -69,7 +69,7 @@ class Access:
         return request_head(method, target, {**headers, **login}, self.origin)
 
 
-def open_access(options: S3StorageOptions, deadline: float, clock: Clock = SYSTEM_CLOCK) -> Access:
+def open_access(options: S3StorageOptions, deadline: float, clock: Clock = SYSTEM_CLOCK) -> S3Access:
     """Find credentials, endpoint and region. May block up to `deadline` while boto3 looks for credentials.
 
     Raises ConfigError if boto3 or the credentials are missing, or a file or variable that the options name is missing;
@@ -102,7 +102,7 @@ def open_access(options: S3StorageOptions, deadline: float, clock: Clock = SYSTE
             tunnel = host if host.endswith(f":{url.port}") else f"{host}:{url.port}"
     server = Server(*reached, tls, url.host, tunnel, options.connect_timeout, options.timeout, proxy_login=login)
     source = _credentials(options, session, deadline, clock)
-    return Access(options, server, host, url.path.rstrip("/"), origin, signer, source, session, clock)
+    return S3Access(options, server, host, url.path.rstrip("/"), origin, signer, source, session, clock)
 
 
 def _proxy(options: S3StorageOptions) -> tuple[Address, str] | None:

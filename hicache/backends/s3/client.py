@@ -27,7 +27,7 @@ from ...frame import TagStream
 from ..errors import ErrorKind, StoreError
 from ..http import Connection, ConnectionPool, Head, read_small
 from ..refreshed import Refreshed
-from .access import Access
+from .access import S3Access
 from .replies import (
     ERROR_BYTES_MAX,
     LISTING_BYTES_MAX,
@@ -73,7 +73,7 @@ class S3Client:
     """See the module's docstring. It gets the credentials before each request, because they may change. `throttle`
     limits the requests in flight."""
 
-    def __init__(self, access: Access) -> None:
+    def __init__(self, access: S3Access) -> None:
         self._access = access
         self._session = None
         if access.is_directory:

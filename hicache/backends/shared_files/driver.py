@@ -42,7 +42,7 @@ from .lease import SweepLease
 from .listing import Listing
 from .root import Root, check_mount, open_root
 from .threads import AbandonableCalls, Lent
-from .writes import Writes
+from .writes import SharedFileWrites
 
 _log = logging.getLogger(__name__)
 # A daemon opens a store for each namespace.
@@ -84,7 +84,7 @@ class SharedFilesDriver:
         )  # fmt: skip
         self._lease = SweepLease(self._system, self._root, clock)
         self._listing = Listing(self._system, self._root, clock)
-        self._writes = Writes(self._system, self._root, self._files, self._calls, clock)
+        self._writes = SharedFileWrites(self._system, self._root, self._files, self._calls, clock)
         self._touched: dict[PageId, float] = {}
         self._lock = threading.Lock()
         kind = UNKNOWN

@@ -22,7 +22,7 @@ from .root import Root, when_settled
 from .threads import AbandonableCalls, Lent
 
 
-class Writes:
+class SharedFileWrites:
     """See the module's docstring. `rejection` is the reason why the last call rejected pages, or None. Thread-safe."""
 
     def __init__(

@@ -25,8 +25,8 @@ from ...arguments import instance
 from ...errors import ConfigError, HiCacheError
 from ..options import known_options
 from ..store import EngineStorage
-from .identity import KV, Engine
-from .pages import HostPages, HostPool
+from .identity import KV, EngineIdentity
+from .pages import EngineHostPool, HostPages
 from .running import OPTIONS, PROCESSES_MAX, page_config, running_engine, weight_version
 from .storage import HostPoolStorage
 
@@ -56,7 +56,7 @@ class HiCacheStore(HiCacheStorage):
         self._config = storage_config
         self._extra = dict(storage_config.extra_config or {})
         self._storage: HostPoolStorage | None = None
-        self._engine: Engine
+        self._engine: EngineIdentity
         known_options(OPTIONS, self._extra, _KNOWN)
         if not self._extra.get("interface_v1"):
             self._refuse()
@@ -65,7 +65,7 @@ class HiCacheStore(HiCacheStorage):
                 f"{OPTIONS}: tp_lcm_size: pages split by heads are not supported by HiCache; remove it"
             )
 
-    def register_mem_pool_host(self, mem_pool_host: HostPool) -> None:
+    def register_mem_pool_host(self, mem_pool_host: EngineHostPool) -> None:
         """Open storage, for the pages of the pool if it has bytes. Blocks while weights are fingerprinted for the first
         time."""
         super().register_mem_pool_host(mem_pool_host)
@@ -77,7 +77,7 @@ class HiCacheStore(HiCacheStorage):
         if not isinstance(mem_pool_host, LogicalHostPool):
             self._add(KV, mem_pool_host)
 
-    def register_mem_host_pool_v2(self, host_pool: HostPool, host_pool_name: PoolName) -> None:
+    def register_mem_host_pool_v2(self, host_pool: EngineHostPool, host_pool_name: PoolName) -> None:
         """Open storage for the pages of a pool of a hybrid model. The pool of `register_mem_pool_host` comes again, as
         `kv`. Blocks while a store is opened."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
@@ -157,7 +157,7 @@ class HiCacheStore(HiCacheStorage):
     # Unsupported methods, which copy pages
     get = batch_get = set = batch_set = _refuse
 
-    def _add(self, name: str, pool: HostPool) -> None:
+    def _add(self, name: str, pool: EngineHostPool) -> None:
         """Open a store for the pages of a pool. If that fails, close all stores: SGLang may call the others, although
         the pools of its model belong together."""
         storage = self._open
@@ -174,7 +174,7 @@ class HiCacheStore(HiCacheStorage):
             self._engine.weights[:24], namespace.digest.hex()[:8], namespace.name,
         )  # fmt: skip
 
-    def _weights_are_those_of_now(self, pool: HostPool) -> Callable[[], bool]:
+    def _weights_are_those_of_now(self, pool: EngineHostPool) -> Callable[[], bool]:
         """Return a function that is True while the weights cannot have changed. A flush clears all pools, and gives the
         first one new tables. Raises ConfigError for a pool without a table, unless weights are fixed."""
         version, table = weight_version(), getattr(pool, "slot_used", None)

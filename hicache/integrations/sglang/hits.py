@@ -22,7 +22,7 @@ from .identity import KV
 ALL_PAGES, TRAILING_PAGES = "all_pages", "trailing_pages"
 
 
-class Transfer(Protocol):
+class PoolTransfer(Protocol):
     """The used fields of SGLang's PoolTransfer. In a lookup, `keys` are placeholders, of which only the number counts,
     or None."""
 
@@ -58,7 +58,7 @@ class PoolHits:
 
 
 def find_hits(
-    keys: Sequence[bytes], kv_pages: int, wanted: Sequence[tuple[Transfer, PoolStorage]], deadline: float
+    keys: Sequence[bytes], kv_pages: int, wanted: Sequence[tuple[PoolTransfer, PoolStorage]], deadline: float
 ) -> PoolHits:
     """Return what the pools of a prompt allow whose first `kv_pages` pages are stored. Blocks until `deadline`. Raises
     InvalidInput for an unknown policy."""
@@ -74,7 +74,7 @@ def find_hits(
     return PoolHits(lengths, pools)
 
 
-def _allowed(transfer: Transfer, keys: Sequence[bytes], store: PoolStorage, deadline: float) -> set[int]:
+def _allowed(transfer: PoolTransfer, keys: Sequence[bytes], store: PoolStorage, deadline: float) -> set[int]:
     """Return the lengths of prefixes of `keys` that the policy of a pool allows."""
     if transfer.hit_policy == ALL_PAGES:
         return set(range(1, store.lookup(keys, deadline) + 1))

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ...keys import Namespace
-from .pages import HostPages, HostPool
+from .pages import EngineHostPool, HostPages
 
 # The names of SGLang's host pools that HiCache treats specially: that of full attention, and that of states.
 KV, MAMBA = "kv", "mamba"
@@ -33,7 +33,7 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class EngineIdentity:
     """The relevant configuration of SGLang.
 
     `weights` identifies the weights, with adapters and a draft model; `weight_version` is SGLang's own, which updates
@@ -56,7 +56,7 @@ class Engine:
         overrides = hashlib.sha256(json.dumps(self.overrides or {}, sort_keys=True, default=str).encode()).hexdigest()
         return f"{self.weights} {overrides} {self.weight_version}"
 
-    def namespace(self, ranks: Ranks, pool: HostPool, pages: HostPages, name: str = KV) -> Namespace:
+    def namespace(self, ranks: Ranks, pool: EngineHostPool, pages: HostPages, name: str = KV) -> Namespace:
         """Return the namespace of the pages of the pool `name` on one rank. Ranks of MLA have the same pages and share
         one, except for states and for pools with a rank's own heads."""
         layers = f"{getattr(pool, 'start_layer', '')}-{getattr(pool, 'end_layer', '')}"

@@ -20,7 +20,7 @@ from ...geometry import PAGE_SIZE_MAX, PageShape, Piece
 LAYOUTS = ("page_first", "page_first_direct", "layer_first", "page_head")
 
 
-class HostPool(Protocol):
+class EngineHostPool(Protocol):
     """The used interface of SGLang's HostKVCache. A pool without `kv_buffer` returns its buffers from
     `get_hybrid_pool_buffer`."""
 
@@ -42,7 +42,7 @@ class _Buffer:
 class HostPages:
     """The pages of `pool`. Raises ConfigError for a pool whose pages cannot be moved in place, with what to change."""
 
-    def __init__(self, pool: HostPool) -> None:
+    def __init__(self, pool: EngineHostPool) -> None:
         if pool.layout not in LAYOUTS:
             raise ConfigError(
                 f"--hicache-mem-layout: {pool.layout!r} is not supported by HiCache; use one of {', '.join(LAYOUTS)}"
@@ -97,7 +97,7 @@ class HostPages:
         raise InvalidInput("sglang: the host pool returns addresses outside its KV buffers; this pool is not supported")
 
 
-def _tensors(pool: HostPool) -> list[torch.Tensor]:
+def _tensors(pool: EngineHostPool) -> list[torch.Tensor]:
     """Return the buffers of `pool` that have bytes. Raises ConfigError unless all are contiguous tensors."""
     found: Any = getattr(pool, "kv_buffer", None)
     if found is None:

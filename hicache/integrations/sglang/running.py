@@ -13,7 +13,7 @@ from sglang.version import __version__ as sglang_version
 
 from ...config import HiCacheConfig
 from ..options import engine_config, model_identity
-from .identity import Engine
+from .identity import EngineIdentity
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def weight_version() -> str:
     return str(get_serving().weight_version)
 
 
-def running_engine(extra: Mapping[str, object] | None, label: str | None) -> Engine:
+def running_engine(extra: Mapping[str, object] | None, label: str | None) -> EngineIdentity:
     """Read SGLang's configuration. Blocks while weights are read for the first time. Raises ConfigError if the weights
     cannot be identified."""
     model, adapters, draft = get_model(), get_lora().lora_paths or (), get_spec().speculative_draft_model_path
@@ -46,7 +46,7 @@ def running_engine(extra: Mapping[str, object] | None, label: str | None) -> Eng
     # SGLang's keys contain an adapter's name and path; and a draft model's KV may be part of a page.
     for path in (*sorted(adapter.lora_path for adapter in adapters), *([draft] if draft else [])):
         weights.append(model_identity(OPTIONS, None, path, _commit(path, None)))
-    return Engine(
+    return EngineIdentity(
         version=sglang_version,
         weights=" ".join(weights),
         weight_version=weight_version(),

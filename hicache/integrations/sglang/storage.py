@@ -24,7 +24,7 @@ from ...errors import InvalidInput
 from ...frame import PageView
 from ...keys import PAGE_KEY_BYTES, Namespace
 from ..store import EngineStorage, PoolStorage
-from .hits import ALL_PAGES, PoolHits, Transfer, find_hits
+from .hits import ALL_PAGES, PoolHits, PoolTransfer, find_hits
 from .identity import KV
 from .pages import HostPages
 
@@ -107,7 +107,7 @@ class HostPoolStorage:
 
     # Interface v2
 
-    def find(self, keys: Sequence[str], transfers: Sequence[Transfer]) -> PoolHits:
+    def find(self, keys: Sequence[str], transfers: Sequence[PoolTransfer]) -> PoolHits:
         """Return which prefixes of `keys` the policies of all pools allow. Raises InvalidInput for an unknown pool."""
         wanted = [(transfer, self._pool(transfer.name).store) for transfer in transfers]
         found = _page_keys(keys)
@@ -122,7 +122,7 @@ class HostPoolStorage:
             kv_pages = len(found) if any(transfer.hit_policy == ALL_PAGES for transfer in transfers) else 0
         return find_hits(found, kv_pages, wanted, deadline)
 
-    def read_pools(self, transfers: Sequence[Transfer]) -> dict[str, list[bool]]:
+    def read_pools(self, transfers: Sequence[PoolTransfer]) -> dict[str, list[bool]]:
         """Read pages of several pools; see `read`. Raises InvalidInput, before anything is read, for a wrong index."""
         batches = [(one.name, self._batch(one.name, one.keys or (), one.host_indices)) for one in transfers]
         deadline, found = self._storage.deadline(), dict[str, list[bool]]()
@@ -130,7 +130,7 @@ class HostPoolStorage:
             found.setdefault(name, []).extend(self._read(batch, deadline))
         return found
 
-    def write_pools(self, transfers: Sequence[Transfer], prefix: Sequence[str] | None) -> dict[str, list[bool]]:
+    def write_pools(self, transfers: Sequence[PoolTransfer], prefix: Sequence[str] | None) -> dict[str, list[bool]]:
         """Store pages of several pools, all after the pages `prefix`; see `write`. Raises InvalidInput, before anything
         is stored, for a wrong index.
 

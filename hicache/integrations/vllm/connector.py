@@ -27,7 +27,7 @@ from ...events import EventStream
 from ...metrics import serve_configured as serve_metrics
 from .announced import WorkerLayout, announce, announced
 from .blocks import BlockEvents, describer
-from .engine import AdapterKeys, Engine, warn_of_settings
+from .engine import AdapterKeys, VllmEngine, warn_of_settings
 from .figures import CopyStats
 from .jobs import Report, Step
 from .scheduler import SchedulerSide
@@ -59,7 +59,7 @@ class PageConnector(KVConnectorBase_V1, SupportsHMA):
 
     def __init__(self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: KVCacheConfig) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._engine = Engine.of(vllm_config, kv_cache_config)
+        self._engine = VllmEngine.of(vllm_config, kv_cache_config)
         self._adapters = AdapterKeys()
         self._scheduler: _Scheduler | None = None
         self._worker: _Worker | None = None
@@ -210,7 +210,7 @@ class PageConnector(KVConnectorBase_V1, SupportsHMA):
 class _Worker:
     """The parts of a connector in a worker."""
 
-    def __init__(self, engine: Engine, caches: dict[str, torch.Tensor]) -> None:
+    def __init__(self, engine: VllmEngine, caches: dict[str, torch.Tensor]) -> None:
         pool = engine.open_pool(worker=True)
         rank = get_tensor_model_parallel_rank()
         self.side = WorkerSide(pool, engine.layout, rank, engine.layers(caches), engine.config.transfer)
@@ -221,7 +221,7 @@ class _Worker:
 class _Scheduler:
     """The parts of a connector in the scheduler's process."""
 
-    def __init__(self, engine: Engine, spec: KVCacheSpec, workers: WorkerLayout) -> None:
+    def __init__(self, engine: VllmEngine, spec: KVCacheSpec, workers: WorkerLayout) -> None:
         self._pool = engine.open_pool(worker=False)
         if workers.memory != self._pool.identity:
             raise ConfigError("a worker shares other memory than the scheduler; restart the engine, with one /dev/shm")

@@ -55,7 +55,7 @@ _NOT_THE_MODEL = ("_name_or_path", "_commit_hash", "transformers_version")
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class VllmEngine:
     """One vLLM engine, equal in all its processes. `layer_names` are in the order of the page, `specs` is a digest of
     their attention settings in vLLM. vLLM gives layers of different sizes to its workers only: see `as_announced`.
 
@@ -73,7 +73,7 @@ class Engine:
     early_layers: int = 0
 
     @classmethod
-    def of(cls, vllm: VllmConfig, cache: KVCacheConfig) -> Engine:
+    def of(cls, vllm: VllmConfig, cache: KVCacheConfig) -> VllmEngine:
         """Read vLLM's configuration. Raises ConfigError for unsupported settings, with what to change."""
         extra = extra_of(vllm)
         require_supported(vllm, cache)
@@ -123,7 +123,7 @@ class Engine:
             shared += f"-dp{rank}"
         return shared or f"vllm.{self.vllm.kv_transfer_config.engine_id}".replace("_", "-")
 
-    def as_announced(self, found: WorkerLayout) -> Engine:
+    def as_announced(self, found: WorkerLayout) -> VllmEngine:
         """Return this engine with the layers of its workers."""
         layout = dataclasses.replace(self.layout, layer_bytes=found.layer_bytes)
         return dataclasses.replace(self, layout=layout, specs=found.specs)

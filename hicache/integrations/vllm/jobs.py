@@ -14,7 +14,7 @@ from .forwards import Forward
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CopyJob:
     """One copy of every rank between its blocks of the device and its part of the host frames, pairwise.
 
     `blocks` and `host_blocks` are int32 arrays of equal length; block i of host page p is host block
@@ -38,8 +38,8 @@ class Step:
     a forward to measure, which does not wait for loads; None for the others.
     """
 
-    loads: list[Job] = field(default_factory=list)
-    saves: list[Job] = field(default_factory=list)
+    loads: list[CopyJob] = field(default_factory=list)
+    saves: list[CopyJob] = field(default_factory=list)
     layerwise: bool = False
     flush: list[str] = field(default_factory=list)
     release: list[str] = field(default_factory=list)

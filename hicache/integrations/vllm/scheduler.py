@@ -39,7 +39,7 @@ from ...events import PageBlocks
 from ...keys import RadixKey
 from ...types import NO_PAGES, PageIds
 from .forwards import Forward, ForwardTimes
-from .jobs import Ended, Job, Report, Step
+from .jobs import CopyJob, Ended, Report, Step
 from .layout import BlockLayout
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class SchedulerSide:
         self._requests: dict[str, _Tracked] = {}
         self._jobs: dict[int, _Open] = {}
         self._next_job = 0
-        self._loads: list[Job] = []  # for the next step
+        self._loads: list[CopyJob] = []  # for the next step
         self._release: dict[str, set[int]] = {}  # ended requests and their saves in flight
         self._released: list[str] = []  # for the next step
         self._copied: list[Copied] = []
@@ -193,11 +193,12 @@ class SchedulerSide:
             device = np.array(blocks[begin:end], np.int32)
             if load is None:  # evicted from L2 since the match
                 tracked.storage_pages = 0
-                self._loads.append(self._open(rid, None, Job(self._next_job, rid, device, NO_PAGES, lost=True), 0))
+                self._loads.append(self._open(rid, None, CopyJob(self._next_job, rid, device, NO_PAGES, lost=True), 0))
                 return
             tracked.storage_pages = load.storage_pages
             hosts = self._host_blocks(load.host_pages)[begin - start_page * per_page :][: end - begin]
-            self._loads.append(self._open(rid, load, Job(self._next_job, rid, device, hosts), end_page - start_page))
+            job = CopyJob(self._next_job, rid, device, hosts)
+            self._loads.append(self._open(rid, load, job, end_page - start_page))
 
     def loaded_from_storage(self, request: EngineRequest) -> int:
         """Return how many tokens of the last load came from storage for this request."""
@@ -386,11 +387,11 @@ class SchedulerSide:
         self._describe(request, key, write.start_page)
         hosts = self._host_blocks(write.host_pages)
         begin = write.start_page * self._layout.blocks_per_page
-        job = Job(self._next_job, request.request_id, np.array(blocks[begin : begin + len(hosts)], np.int32), hosts)
+        job = CopyJob(self._next_job, request.request_id, np.array(blocks[begin : begin + len(hosts)], np.int32), hosts)
         orders.saves.append(self._open(request.request_id, write, job, len(write.host_pages)))
         tracked.saves.add(job.id)
 
-    def _open(self, rid: str, handle: HostLoad | HostWrite | None, job: Job, pages: int) -> Job:
+    def _open(self, rid: str, handle: HostLoad | HostWrite | None, job: CopyJob, pages: int) -> CopyJob:
         self._jobs[job.id] = _Open(rid, handle, pages)
         self._next_job += 1
         return job

@@ -28,7 +28,7 @@ from ...config import TransferConfig
 from ...errors import TransferError
 from ...tiers import CopyEngine, EngineBlocks, Fence, HostWindow, SharedHostPool, Transfer, create_copy_engine
 from .forwards import Forward
-from .jobs import Ended, Job, Report, Step
+from .jobs import CopyJob, Ended, Report, Step
 from .layout import BlockLayout
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Collected:
 
 @dataclass(frozen=True, slots=True)
 class _Copy:
-    job: Job
+    job: CopyJob
     transfer: Transfer | None  # None: lost, or not this rank's to save
     layerwise: bool = False
 

@@ -31,7 +31,7 @@ STAGING_BYTES = 16 << 20
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class TierJob:
     """Chunks `names` of the engine, with their page `keys` and their `rows` in the engine's memory.
 
     `done` has the positions that were read, or stored, in order. `failed`: storage failed or gave an invalid result. A

@@ -31,7 +31,7 @@ from ...keys import Namespace
 from ...logs import LimitedLog
 from ...supervised import SupervisedPool
 from ..store import EngineGate
-from .jobs import ChunkRows, Job, batches
+from .jobs import ChunkRows, TierJob, batches
 from .lookups import Batch, LookupTable
 
 logger = logging.getLogger(__name__)
@@ -99,10 +99,10 @@ class ChunkTier:
         patience_s = min(config.prefetch.timeout_base, transfer.storage_deadline)
         self._lookups = LookupTable(patience_s, clock)
         self._log = LimitedLog(logger, clock=clock)
-        self._jobs: dict[int, Job] = {}  # in flight for the engine
+        self._jobs: dict[int, TierJob] = {}  # in flight for the engine
         self._stores_queued = 0  # chunks of the stores among them
         self._ended: list[Ended] = []  # not reported yet
-        self._finished: queue.SimpleQueue[Job | _LookupCall] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[TierJob | _LookupCall] = queue.SimpleQueue()
         self._supervise_at = -math.inf
         self._gate = EngineGate(
             config, functools.partial(open_namespace, namespace), "tier", processes=processes, clock=clock
@@ -112,7 +112,7 @@ class ChunkTier:
             "tier-lookup", transfer.lookup_workers, handle=self._answer, acknowledge=self._finished.put,
             patience_s=patience_s + _STUCK_GRACE_S, clock=clock,
         )  # fmt: skip
-        self._pools: dict[Direction, SupervisedPool[Job]] = {
+        self._pools: dict[Direction, SupervisedPool[TierJob]] = {
             direction: SupervisedPool(
                 f"tier-{direction}", threads, handle=handle, fail=_fail, acknowledge=self._finished.put,
                 patience_s=deadline_s + _STUCK_GRACE_S, clock=clock,
@@ -159,7 +159,7 @@ class ChunkTier:
             self._end(direction, Ended(number, names, []))
             return
         keys = [self._key_of(name) for name in names]
-        job = Job(number, direction, names, keys, rows, self._gate.enter(), deadline_s, deadline_s + GRACE_S)
+        job = TierJob(number, direction, names, keys, rows, self._gate.enter(), deadline_s, deadline_s + GRACE_S)
         self._jobs[number] = job
         self._stores_queued += len(names) if direction is Direction.WRITE else 0
         self._pools[direction].submit(job)
@@ -195,7 +195,7 @@ class ChunkTier:
         for _ in range(self._finished.qsize()):
             self._take(self._finished.get_nowait())
 
-    def _take(self, finished: Job | _LookupCall) -> None:
+    def _take(self, finished: TierJob | _LookupCall) -> None:
         self._gate.slot.leave(finished.store)
         if isinstance(finished, _LookupCall):
             self._lookups.settle(finished.batch)
@@ -208,7 +208,7 @@ class ChunkTier:
             self._gate.succeeded(finished.direction)
         self._report(finished)
 
-    def _report(self, job: Job) -> None:
+    def _report(self, job: TierJob) -> None:
         del self._jobs[job.number]
         self._stores_queued -= len(job.names) if job.direction is Direction.WRITE else 0
         moved = [job.names[position] for position in job.done]
@@ -278,7 +278,7 @@ class ChunkTier:
             logger.warning("vllm tier: a call of storage still hangs; its thread ends when the call returns")
         return ended
 
-    def _cancel(self, jobs: Iterable[Job]) -> None:
+    def _cancel(self, jobs: Iterable[TierJob]) -> None:
         for job in jobs:
             job.is_cancelled = True
 
@@ -294,7 +294,7 @@ class ChunkTier:
             found = call.store.backend.batch_has(keys, deadline=batch.deadline_s)
             batch.answers += found
 
-    def _read(self, job: Job, beat: _Beat) -> None:
+    def _read(self, job: TierJob, beat: _Beat) -> None:
         """Read in batches."""
         backend = job.store.backend
         for part in self._parts(job, beat):
@@ -315,7 +315,7 @@ class ChunkTier:
                 job.failed = True
                 return
 
-    def _write(self, job: Job, beat: _Beat) -> None:
+    def _write(self, job: TierJob, beat: _Beat) -> None:
         """Store in batches; a page that could not be stored ends the job."""
         backend = job.store.backend
         for part in self._parts(job, beat):
@@ -338,7 +338,7 @@ class ChunkTier:
                 job.failed = True
                 return
 
-    def _parts(self, job: Job, beat: _Beat) -> Iterator[range]:
+    def _parts(self, job: TierJob, beat: _Beat) -> Iterator[range]:
         """Yield the positions of each call of a job, until it is cancelled or its time is over."""
         for part in batches(len(job.keys), self._batch_pages if self._in_place else self._rows.staged_frames):
             if job.is_cancelled or self._clock() >= self._last_s(job):
@@ -346,17 +346,17 @@ class ChunkTier:
             beat()
             yield part
 
-    def _pages(self, job: Job, part: range) -> Sequence[PageBuffer]:
+    def _pages(self, job: TierJob, part: range) -> Sequence[PageBuffer]:
         return self._rows.views(job.rows[part.start : part.stop]) if self._in_place else self._rows.frames(len(part))
 
-    def _last_s(self, job: Job) -> float:
+    def _last_s(self, job: TierJob) -> float:
         """Return the latest start of a job's last call."""
         return min(job.deadline_s, job.store.until[job.direction])
 
-    def _deadline_s(self, job: Job) -> float:
+    def _deadline_s(self, job: TierJob) -> float:
         """Return the deadline of a call that begins now."""
         return min(self._last_s(job), self._clock() + self._config.transfer.storage_deadline)
 
 
-def _fail(job: Job) -> None:
+def _fail(job: TierJob) -> None:
     job.failed = True

@@ -13,7 +13,7 @@ import redis
 from hicache.backends.base import StoredPage, Usage
 from hicache.backends.pages import PageWrites
 from hicache.backends.redis import RedisDriver
-from hicache.backends.redis.batches import Writes
+from hicache.backends.redis.batches import RedisWrites
 from hicache.backends.registry import BackendSpec, open_stored
 from hicache.backends.store import Store
 from hicache.frame import FrameCodec
@@ -190,7 +190,7 @@ def test_a_page_that_another_engine_stored_after_the_lookup_is_not_replaced(
     with opened(valkey, ttl=ttl_s) as (backend, store):
         store.write(keys[0], b"the page of the other engine")
         pages = PageWrites(CODEC, keys, full_frames(CODEC, keys), None, soon())
-        Writes(driver_of(backend, RedisDriver)._context, pages).move(range(2))
+        RedisWrites(driver_of(backend, RedisDriver)._context, pages).move(range(2))
         assert pages.finish() == [PRESENT, STORED]
         assert store.read(keys[0]) == b"the page of the other engine"
         assert load(store, keys[1:]) == [HIT]
