@@ -41,7 +41,7 @@ for _number, _handler in ((signal.SIGINT, signal.default_int_handler), (signal.S
 # Fixtures of `tests.servers` that start a server.
 _SERVERS = frozenset({
     "valkey", "old_redis", "redis_cluster", "redis_sentinel", "seaweed", "mooncake_master", "mooncake_daemon",
-})  # fmt: skip
+})
 
 SOAK_FACTOR = int(os.environ.get("SOAK_FACTOR", "1"))
 

@@ -21,7 +21,7 @@ from hicache.cli.main import main
 
 ROOT = Path(__file__).resolve().parent
 ROOT_PAGES = {"README.md": "readme.md", "DESIGN.md": "DESIGN.md", "CONTRIBUTING.md": "CONTRIBUTING.md",
-              "CHANGELOG.md": "CHANGELOG.md"}  # fmt: skip
+              "CHANGELOG.md": "CHANGELOG.md"}
 FOLDERS = {
     "configs": "Complete configurations with the reasons for their values. `hicache config check FILE` checks a copy.",
     "deploy": "Files that run and monitor a daemon. [Deploying](../docs/deploy.md) explains how to use each of them.",
@@ -29,7 +29,7 @@ FOLDERS = {
 }
 # The languages of files that are shown in full. Of other files, such as long dashboards, only the name is shown.
 LANGUAGES = {".yaml": "yaml", ".yml": "yaml", ".py": "python", ".service": "ini", ".toml": "toml", ".md": "markdown",
-             "": "docker"}  # fmt: skip
+             "": "docker"}
 _CODE_OR_LINK = re.compile(
     r"```.*?^ *```|`[^`\n]*`|\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(([^)\s]+)\)", re.DOTALL | re.MULTILINE
 )

@@ -51,7 +51,7 @@ def project_urls(addresses: Mapping[str, str]) -> dict[str, str]:
     """Return the links of the package; an empty address has none."""
     site = addresses["documentation"].rstrip("/")
     urls = {"Homepage": site, "Documentation": site, "Changelog": site and f"{site}/CHANGELOG.html",
-            "Source": addresses["source"], "Issues": addresses["issues"]}  # fmt: skip
+            "Source": addresses["source"], "Issues": addresses["issues"]}
     return {name: url for name, url in urls.items() if url}
 
 

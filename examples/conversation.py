@@ -26,7 +26,7 @@ CONFIG = HiCacheConfig.model_validate({
     "eviction_policy": "slru",
     "sessions": {"enabled": True},
     "write_policy": "write_through_selective",
-})  # fmt: skip
+})
 EVENTS_BYTES = 1 << 20
 WAIT_S = 10.0
 
@@ -92,7 +92,7 @@ def main() -> None:
         index.apply(reader.drain(1_000_000))
         keys = page_keys(last.tokens, PAGE_SIZE, last.seed)
         print(f"pinned: {pin.pages} pages; after L1 was emptied, on the host: "
-              f"{index.prefix_pages(keys, Medium.HOST)} of {len(keys)} pages")  # fmt: skip
+              f"{index.prefix_pages(keys, Medium.HOST)} of {len(keys)} pages")
         print(pretty_print(cache.tree))
         turn(cache, "again", None, system + question, answer[:1])
         cache.update_weights(1)

@@ -56,7 +56,7 @@ def main() -> None:
         "host": {"ratio": 2},
         "prefetch": {"threshold_tokens": 64},
         "storage": {"type": "file", "options": {"path": str(Path(sys.argv[1]) / "pages"), "capacity": "64MiB"}},
-    })  # fmt: skip
+    })
     with create_cache(config, Namespace(model="stamp", geometry=GEOMETRY)) as cache:
         for visit in range(2):
             for tenant in ("alice", "bob"):

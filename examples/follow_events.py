@@ -25,7 +25,7 @@ def describe(index: PrefixIndex) -> str:
         return "out of sync: waiting for a snapshot"
     pages = index.pages()
     return f"{pages[Medium.DEVICE]} pages on the device, {pages[Medium.HOST]} on the host, " \
-           f"{pages[Medium.STORAGE]} of them in storage"  # fmt: skip
+           f"{pages[Medium.STORAGE]} of them in storage"
 
 
 def cached_tokens(index: PrefixIndex, prompt: list[int], page_size: int, tenant: str | None) -> int:

@@ -129,13 +129,13 @@ def main() -> None:
         "host": {"tokens": 2048},
         "prefetch": {"threshold_tokens": 64, "policy": "wait_complete"},
         "storage": {"type": "file", "options": {"path": str(Path(sys.argv[1]) / "pages"), "capacity": "64MiB"}},
-    })  # fmt: skip
+    })
     # All layers of the first block, then of the next: the order in which a window reads a frame.
     pieces = [Piece(f"block{i}.layer{layer}", BLOCK_BYTES) for i in range(PAGE_BLOCKS) for layer in range(LAYERS)]
     namespace = Namespace(
         model="stamp", geometry=PageShape(PAGE_TOKENS, tuple(pieces)), key_hash="sha256 of prefixes",
         engine_layout=f"[2, blocks, {BLOCK_TOKENS}, heads, dim] float32",
-    )  # fmt: skip
+    )
     prompts = {"a": list(range(500)), "b": [*range(200), *range(1000, 1300)]}
     with create_host_cache(config, namespace) as cache:
         engine = Engine(cache)

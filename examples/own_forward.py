@@ -64,7 +64,7 @@ def main() -> None:
         "host": {"ratio": 2},
         "load_back_threshold_tokens": 16,
         "break_even": {"mode": "always"},
-    })  # fmt: skip
+    })
     prompt, model, rows = list(range(500)), Model(), RequestToTokenPool(1, 1024)
     with create_cache(config, Namespace(model="random", geometry=GEOMETRY)) as cache:
         computed = serve(cache, rows, model, prompt)

@@ -63,7 +63,7 @@ def rank_main(rank: int, folder: str, found: SimpleQueue[str]) -> None:
         "device": {"tokens": 2048 + 512 * rank},  # all ranks use the smallest size
         "prefetch": {"threshold_tokens": 64},
         "storage": {"type": "file", "options": {"path": f"{folder}/rank-{rank}", "capacity": "64MiB"}},
-    })  # fmt: skip
+    })
     namespace = Namespace(model="stamp", geometry=GEOMETRY, tp_rank=rank, tp_size=SIZE)
     try:
         with create_cache(config, namespace, ranks=group) as cache:

@@ -41,7 +41,7 @@ def engine_config(folder: Path, name: str) -> HiCacheConfig:
         "break_even": {"mode": "always"},
         "storage": {"type": "file", "options": {"path": f"{folder}/pages", "free_space_floor": "64MiB"}},
         "events": {"endpoint": f"ipc://{folder}/{name}.events", "replay_endpoint": f"ipc://{folder}/{name}.replay"},
-    })  # fmt: skip
+    })
 
 
 class Backend:
@@ -93,7 +93,7 @@ class Router:
         served = chosen.serve(prompt, keys)
         self.broken_promises += served < promised
         print(f"{what:<20} -> engine {chosen.name}: {len(prompt)} tokens, {PAGE_SIZE * near[chosen]:>3} on its "
-              f"device or host, {promised:>3} with the store, {served:>3} served from the cache")  # fmt: skip
+              f"device or host, {promised:>3} with the store, {served:>3} served from the cache")
 
 
 def main() -> int:

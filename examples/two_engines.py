@@ -65,7 +65,7 @@ def engine_config(folder: Path, name: str) -> HiCacheConfig:
         "prefetch": {"threshold_tokens": 32},
         "break_even": {"mode": "always"},
         "storage": {"type": "remote", "options": {"socket": f"{folder}/run/daemon.sock"}},
-    })  # fmt: skip
+    })
 
 
 def run_engine(config: HiCacheConfig, connection: Connection) -> None:
@@ -166,7 +166,7 @@ class Walk:
         is_right = found.tokens == answer(self._alone, prompt).tokens
         self.differing += not is_right
         print(f"  {name:<7} {len(prompt)} tokens, {found.stored_tokens:>3} of them from the daemon, "
-              f"{1000 * took_s:5.0f} ms, tokens {'equal' if is_right else 'DIFFER'}")  # fmt: skip
+              f"{1000 * took_s:5.0f} ms, tokens {'equal' if is_right else 'DIFFER'}")
         return found.stored_tokens
 
 
@@ -177,7 +177,7 @@ def main() -> int:
         config_file, socket = folder / "daemon.yaml", folder / "run" / "daemon.sock"
         config_file.write_text(daemon_config(folder), encoding="utf-8")
         walk = Walk(stack.enter_context(create_engine(HiCacheConfig.model_validate(
-            {"page_size": 16, "prefix_cache": False, "device": {"tokens": 4096}}))))  # fmt: skip
+            {"page_size": 16, "prefix_cache": False, "device": {"tokens": 4096}}))))
         daemons = [start_daemon(config_file, socket)]
         stack.callback(lambda: stop(daemons[-1]))
         one = stack.enter_context(started(engine_config(folder, "one")))

@@ -180,7 +180,7 @@ class AttentionBatch:
             missing=(positions >= end)[:, shortest:, None, None],
             begin=begin[:, None],
             queries=queries[:, :, None],
-        )  # fmt: skip
+        )
 
 
 class RadixAttention(torch.nn.Module):
@@ -288,7 +288,7 @@ class RadixAttention(torch.nn.Module):
         if (k is None or mla) is not (v is None):
             raise InvalidInput("attention: pass K and V, or neither; with an MLA pool the latent as K and V as None")
         sizes = {"q": (q, self.heads * self.head_dim), "k": (k, self.kv_heads * self.head_dim),
-                 "v": (v, self.kv_heads * self.v_head_dim)}  # fmt: skip
+                 "v": (v, self.kv_heads * self.v_head_dim)}
         for name, (tensor, size) in sizes.items():
             if tensor is not None and (tensor.shape[0], math.prod(tensor.shape[1:])) != (batch.tokens, size):
                 raise InvalidInput(

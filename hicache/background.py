@@ -51,7 +51,7 @@ class BackgroundTask:
         self._pool: SupervisedPool[int] = workers(
             name, 1, handle=self._handle, fail=self._retry, acknowledge=self._acknowledge, on_error=on_error,
             patience_s=patience_s, linger_s=linger_s, clock=clock,
-        )  # fmt: skip
+        )
 
     @property
     def errors(self) -> Counter[str]:

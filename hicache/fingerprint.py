@@ -96,7 +96,7 @@ def loaded_fingerprint(folder: str | os.PathLike[str], since_ns: int) -> str:
     logger.warning(
         "%s has changed since the engine started, which may have loaded it before: no other engine shares the pages of "
         "these weights; restart the engine", state.changed,
-    )  # fmt: skip
+    )
     return f"unshared {uuid.uuid4().hex}"
 
 
@@ -150,7 +150,7 @@ def _files(folder: Path) -> list[Path]:
     weights = [path for path in files if path.suffix in WEIGHT_SUFFIXES]
     configuration = [path for path in files if path.suffix == ".json" and path.name not in _NOT_CONFIGURATION]
     for found, what in ((weights, f"weights ({', '.join('*' + each for each in WEIGHT_SUFFIXES)})"),
-                        (configuration, "configuration (config.json)")):  # fmt: skip
+                        (configuration, "configuration (config.json)")):
         if not found:
             raise ConfigError(f"model folder {os.fspath(folder)!r}: has no {what}; give the folder of a checkpoint")
     return sorted(weights + configuration + code)

@@ -19,7 +19,7 @@ from .errors import InvalidInput
 # Bytes of one element, by torch's name of the dtype. A daemon without torch also computes sizes.
 DTYPE_BYTES = {
     "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1,
-}  # fmt: skip
+}
 
 PAGE_SIZE_MAX = 1024
 # Far above any model.

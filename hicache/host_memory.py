@@ -55,7 +55,7 @@ def shortage(needs: Mapping[str, int], available_bytes: int) -> str | None:
         return None
     listed = " and ".join(f"{format_size(size)} for {name}" for name, size in needs.items())
     return (f"{listed} are needed, and {format_size(RESERVE_BYTES)} must stay free, but only "
-            f"{format_size(available_bytes)} are available")  # fmt: skip
+            f"{format_size(available_bytes)} are available")
 
 
 def resolve(

@@ -484,7 +484,7 @@ class SupervisedPool(Generic[Job]):
             self.errors["NoThread"] += 1
             if self.errors["NoThread"] == 1:
                 logger.exception("worker %s: the system cannot start more threads; further failures are only counted",
-                                 self.name)  # fmt: skip
+                                 self.name)
             return False
         self._threads.append(thread)
         return True

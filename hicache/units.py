@@ -31,7 +31,7 @@ _SIZE_UNITS: dict[str, float] = {
     "B": 1,
     "KIB": KIB, "MIB": MIB, "GIB": GIB, "TIB": TIB,
     "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-}  # fmt: skip
+}
 _DURATION_UNITS = {"S": 1.0, "MS": 1e-3, "US": 1e-6, "M": 60.0, "MIN": 60.0, "H": 3600.0, "D": 86400.0}
 _SIZE_EXAMPLES = "200GiB, 64MiB or 512B"
 _DURATION_EXAMPLES = "5s, 250ms, 2h or 7d"

@@ -13,7 +13,7 @@ from playwright.sync_api import Browser, ConsoleMessage, Page, Request, sync_pla
 
 # No requests to the vendor at the start: without a network, each of them costs time and prints an error.
 _ARGUMENTS = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
-              "--disable-component-update", "--disable-sync")  # fmt: skip
+              "--disable-component-update", "--disable-sync")
 DESK = (1280, 800)
 PHONE = (360, 740)
 

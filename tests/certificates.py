@@ -44,7 +44,7 @@ def make_certificates(folder: Path) -> Certificates:
     _write(made.ca_file, ca)
     for name, cert_file, key_file in [
         ("localhost", made.cert_file, made.key_file), ("client", made.client_cert_file, made.client_key_file)
-    ]:  # fmt: skip
+    ]:
         key = ec.generate_private_key(ec.SECP256R1())
         _write(cert_file, _certificate(name, key, "authority of the tests", ca_key, is_ca=False))
         key_file.touch(mode=0o600)
@@ -69,7 +69,7 @@ def _write(path: Path, certificate: x509.Certificate) -> None:
 def _certificate(
     subject: str, key: ec.EllipticCurvePrivateKey, issuer: str, issuer_key: ec.EllipticCurvePrivateKey, *, is_ca: bool,
     days: int = 1,
-) -> x509.Certificate:  # fmt: skip
+) -> x509.Certificate:
     now = datetime.datetime.now(datetime.UTC)
     names = [x509.DNSName("localhost"), x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]
     issuer_id = x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer_key.public_key())

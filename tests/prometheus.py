@@ -67,7 +67,7 @@ class Prometheus:
         config = self._folder / "prometheus.yml"
         config.write_text(yaml.safe_dump(self._config))
         arguments = [program("prometheus"), f"--config.file={config}", f"--storage.tsdb.path={self._folder / 'tsdb'}",
-                     f"--web.listen-address={LOOPBACK}:{self.port}", "--log.level=warn"]  # fmt: skip
+                     f"--web.listen-address={LOOPBACK}:{self.port}", "--log.level=warn"]
         self._process = launch(arguments, environ={}, directory=self._folder, log=self._folder / "log")
         wait_for(self._is_ready, timeout_s=START_S, pause_s=0.05)
         return self

@@ -32,7 +32,7 @@ def answer(engine: Engine, prompt: list[int], new_tokens: int) -> dict[str, obje
             if record is not None:
                 hits = [record.device_hit_tokens, record.host_hit_tokens, record.storage_hit_tokens]
                 return {"tokens": list(record.output_tokens), "hits": hits, "took_s": time.monotonic() - begin_s,
-                        "error": None if record.error is None else str(record.error)}  # fmt: skip
+                        "error": None if record.error is None else str(record.error)}
         engine.rest()
 
 

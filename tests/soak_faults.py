@@ -109,7 +109,7 @@ class Program:
 
     def _start(self) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(self._command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                   stderr=subprocess.PIPE)  # fmt: skip
+                                   stderr=subprocess.PIPE)
         assert process.stderr is not None
         self._log.follow(self.name, process.stderr)
         return process
@@ -202,7 +202,7 @@ class Phase:
     def __str__(self) -> str:
         hits = ", ".join(f"{tier} {100 * self.hits[tier] / max(1, self.prompt_tokens):.0f} %" for tier in TIERS)
         return (f"{self.phases:>3} phases, {self.requests:>5} requests, prompt tokens from {hits}, "
-                f"longest request {self.longest_s:.2f} s")  # fmt: skip
+                f"longest request {self.longest_s:.2f} s")
 
 
 class Site:
@@ -313,7 +313,7 @@ def _nothing() -> None:
 def daemon_config(folder: Path, port: int) -> dict[str, Any]:
     """Return the configuration of the daemon: a small disk in front of a Valkey."""
     disk = {"name": "disk", "type": "file",
-            "options": {"path": str(folder / "pages"), "capacity": "24MiB", "free_space_floor": "64MiB"}}  # fmt: skip
+            "options": {"path": str(folder / "pages"), "capacity": "24MiB", "free_space_floor": "64MiB"}}
     shared = {"name": "valkey", "type": "redis", "options": {"url": f"redis://127.0.0.1:{port}", "timeout": "1s"}}
     return {
         "daemon": {"socket": str(folder / "run" / "daemon.sock"), "pool": "8MiB", "drain_timeout": "5s"},

@@ -20,10 +20,10 @@ from hicache_lab.devservers.ports import LOOPBACK
 # All attributes of spans, see docs/tracing.md.
 COUNTS = frozenset({
     "pages", "hit_pages", "bytes", "pool_hits", "store_hits", "misses", "shared_reads", "shared_writes", "status",
-})  # fmt: skip
+})
 OUTCOMES = frozenset({
     *CallResult, *SKIP_REASONS, "loaded", "failed", "cancelled", State.ARRIVED.value, State.ENDED.value,
-})  # fmt: skip
+})
 STORES = frozenset({"memory", "file", "remote", "storage", "troubled"})
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"

@@ -31,7 +31,7 @@ from hicache_lab.devservers import KINDS, make_service
 
 BAD_PORTS = ["99999", "65536", "-1", "0x50", "80 ", "+80", "1e3", "", "٨٠", "8080808080", "80\n", "²"]
 BAD_HOSTS = ["", "a b", "-x", "x-", "a..b", "x" * 64, "a.b:c", "é.example", "1.2.3", "256.1.1.1", "127.1", "a\0b",
-             "[::1"]  # fmt: skip
+             "[::1"]
 
 
 def refused(section: str, entries: dict[str, Any]) -> bool:
@@ -73,7 +73,7 @@ def test_common_ways_to_write_an_address_are_accepted() -> None:
     HiCacheConfig.model_validate({"events": {"endpoint": "tcp://*:*", "replay_endpoint": "tcp://[::1]:0"}})
     for options in (
         {"url": "redis://redis_1"}, {"url": "rediss://[::1]:6380/3"}, {"cluster": ["10.0.0.1:7000", "node-2.example."]},
-    ):  # fmt: skip
+    ):
         HiCacheConfig.model_validate({"storage": {"type": "redis", "options": options}})
     for url in ("https://s3.example.com:9000/base/", "http://[fe80::1%eth0]:80", "http://localhost"):
         HiCacheConfig.model_validate({"storage": {"type": "s3", "options": {"bucket": "pages", "endpoint_url": url}}})

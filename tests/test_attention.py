@@ -81,7 +81,7 @@ class Forward:
     def __init__(
         self, shape: Shape, sizes: Sequence[tuple[int, int]] = MIXED, page_size: int = 4, *,
         dtype: str = "float32", compute: torch.dtype = torch.float32, seed: int = 0, window: int | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.shape, self.sizes, self.window = shape, sizes, window
         numbers = torch.Generator().manual_seed(seed)
         pages = sum(-(-sum(size) // page_size) for size in sizes)
@@ -193,7 +193,7 @@ def test_each_option_changes_the_result(change: str) -> None:
         ("float8_e4m3fn", torch.bfloat16, 2e-2), ("float8_e4m3fn", torch.float32, 1e-5),
         ("float8_e5m2", torch.float16, 2e-3), ("float32", torch.float64, 1e-6),
     ],
-)  # fmt: skip
+)
 @pytest.mark.parametrize("kind", ["gqa", "mla"])
 def test_kv_of_the_pool_is_read_in_the_dtype_of_the_queries(
     kind: str, dtype: str, compute: torch.dtype, tolerance: float
@@ -258,7 +258,7 @@ def test_padding_of_a_fixed_shape_changes_nothing(kind: str, save_kv_cache: bool
         for part, tensor in zip(parts, (world.new_q, world.new_k, world.new_v), strict=True):
             piece = tensor[token : token + new]
             part.append(torch.cat((torch.ones_like(piece[:1]).repeat(before, 1, 1), piece,
-                                   torch.ones_like(piece[:1]).repeat(behind, 1, 1))))  # fmt: skip
+                                   torch.ones_like(piece[:1]).repeat(behind, 1, 1))))
         padded += [before <= index < before + new for index in range(8)]
         token += new
     world.queries, (world.new_q, world.new_k, world.new_v) = queries, map(torch.cat, parts)
@@ -338,7 +338,7 @@ def test_caller_errors_are_rejected_and_change_nothing() -> None:
     world, shape = Forward(SHAPES["gqa"], [(4, 2)]), SHAPES["gqa"]
     pool, table, batch = world.pool, world.table, world.batch()
     for bad in (Queries(2, 0, 1), Queries(0, -1, 1), Queries(0, 0, 0), Queries(0, 60, 5), Queries(0, 0, 4, 3, 1),
-                Queries(0, 0, 4, -1)):  # fmt: skip
+                Queries(0, 0, 4, -1)):
         with pytest.raises(InvalidInput, match="queries"):
             AttentionBatch(pool, table, [bad])
     with pytest.raises(InvalidInput, match="queries is empty"):
@@ -347,14 +347,14 @@ def test_caller_errors_are_rejected_and_change_nothing() -> None:
         with pytest.raises(InvalidInput, match="floating-point"):
             AttentionBatch(other, table, world.queries)
     for wrong in ({"heads": 5}, {"heads": 0}, {"layer": -1}, {"scale": 0.0}, {"logit_cap": -1.0}, {"logit_cap": 0.0},
-                  {"sliding_window": 0}, {"v_head_dim": 0}):  # fmt: skip
+                  {"sliding_window": 0}, {"v_head_dim": 0}):
         arguments: dict[str, Any] = {"heads": 6, "head_dim": 16, "kv_heads": 2, "layer": 1}
         with pytest.raises(InvalidInput, match="attention"):
             RadixAttention(**(arguments | wrong))
     before = pool.kv_buffer[1].clone().view(torch.uint8)
     q, k, v = world.new_q, world.new_k, world.new_v
     for layer in (shape.attention(layer=2), RadixAttention(6, 16, 3, 1), RadixAttention(6, 8, 2, 1),
-                  RadixAttention(6, 16, 2, 1, v_head_dim=8)):  # fmt: skip
+                  RadixAttention(6, 16, 2, 1, v_head_dim=8)):
         with pytest.raises(InvalidInput, match="but the pool has 2 layers, 2 heads of 16"):
             layer(q, k, v, batch)
     for bad_q, bad_k, bad_v in ((q[:1], k, v), (q, k[:1], v), (q, k, v[..., :8]), (q, k, None), (q, None, v)):

@@ -70,7 +70,7 @@ def test_the_option_writes_a_page(repository: Path, tmp_path: Path) -> None:
         ("| 1 us | - | - | - |", "| 1 us | - | - |"), ("| 1 us | - | - | - |", "| 1 us | - | about 2 | - |"),
         ("|---|---:", "|---|---"), ("\n\n**one**", "\nSome words.\n\n**one**"), (" cores of", " CPUs:"),
     ],
-)  # fmt: skip
+)
 def test_a_page_that_was_written_by_hand_is_noticed(tmp_path: Path, written: str, by_hand: str) -> None:
     """The control: a missing cell, a ratio in words, other columns, text between tables, no machine."""
     page = tmp_path / "tree.md"

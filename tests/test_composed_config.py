@@ -136,7 +136,7 @@ MEMORY_2 = "{type: memory}, {type: memory}"
         (storage("sharded", "{type: memory, name: x}, {type: memory, name: x}"), "two parts are named 'x'"),
         (storage("levels", "{type: memory}, {storage: {type: memory}}"), "storage.options.levels.1.type: is missing"),
     ],
-)  # fmt: skip
+)
 def test_errors_in_a_part_are_named_with_their_path(load: Load, text: str, message: str) -> None:
     with pytest.raises(ConfigError) as refused:
         load(text)

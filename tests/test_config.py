@@ -98,7 +98,7 @@ def test_a_path_alone_reads_the_variables_of_the_process(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize("bad", [{"path": 5}, {"path": ""}, {"path": b"a"}, {"environ": 5}, {"overrides": ["a=b"]},
-                                 {"overrides": {"page_size": 16}}, {"overrides": {5: "a"}}], ids=str)  # fmt: skip
+                                 {"overrides": {"page_size": 16}}, {"overrides": {5: "a"}}], ids=str)
 def test_an_argument_of_the_wrong_type_is_a_typed_error(bad: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match="pass"):
         load_config(**{"path": None} | bad)
@@ -185,7 +185,7 @@ def test_an_error_deep_in_a_section_names_what_there_is_at_that_place(entries: d
     ("section", "entry"),
     [(RedisStorageOptions, "url"), (RedisStorageOptions, "password_env"), (S3StorageOptions, "endpoint_url"),
      (S3StorageOptions, "access_key_env"), (IntegrityConfig, "tag"), (IntegrityConfig, "mac_key_env")],
-)  # fmt: skip
+)
 def test_the_error_of_a_section_that_a_program_builds_holds_no_secret(section: type[Section], entry: str) -> None:
     with pytest.raises(ConfigError) as refused:
         section(**{entry: "hush hush"})
@@ -207,7 +207,7 @@ def test_a_configuration_cannot_be_changed_after_loading() -> None:
     "text",
     ["host: {size: 3GiB}\nmetrics: {port: 0}", "storage: {type: file, options: {path: /x, capacity: 1048577B}}",
      "storage: {type: memory, options: {a: [1, {b: null}]}}\ntransfer: {storage_deadline: 1.5s}", ""],
-)  # fmt: skip
+)
 def test_the_effective_configuration_loads_to_an_equal_one(load: Load, text: str) -> None:
     config = load(text)
     assert load(effective_yaml(config)) == config
@@ -241,7 +241,7 @@ def test_all_problems_are_reported_at_once_with_their_sources(refused: Callable[
      ("prefetch.treshold_tokens", "prefetch.threshold_tokens"),
      ("storage.options.capasity", "storage.options.capacity"),
      ("strage.options.path", "storage.options.path"), ("metrics.prot", "metrics.port")],
-)  # fmt: skip
+)
 def test_the_error_for_a_typo_has_the_nearest_valid_name(
     refused: Callable[..., list[str]], typo: str, nearest: str
 ) -> None:
@@ -259,7 +259,7 @@ def test_the_error_for_a_typo_has_the_nearest_valid_name(
     [("PAGESIZE", "HICACHE_PAGESIZE (did you mean HICACHE_PAGE_SIZE?)"),
      ("HOST_SIZE", "HICACHE_HOST_SIZE (did you mean HICACHE_HOST__SIZE?)"),
      ("RATIO", "HICACHE_RATIO (hicache_ratio is host.ratio here)")],
-)  # fmt: skip
+)
 def test_a_variable_without_two_underscores_that_matches_no_entry_is_ignored_with_a_warning(
     load: Load, caplog: pytest.LogCaptureFixture, variable: str, hint: str
 ) -> None:
@@ -301,7 +301,7 @@ def test_the_variables_of_a_kubernetes_service_named_hicache_change_nothing(
       "storage.options.levels.1.options.capacity: 5 has no unit; write 5GiB"),
      ("transfer: {storage_deadline: 10}", "transfer.storage_deadline: 10 has no unit; write 10d, 10h, 10m, 10s"),
      ("prefetch: {timeout_base: 0.5}", "prefetch.timeout_base: 0.5 has no unit; write 0.5d, 0.5h, 0.5m")],
-)  # fmt: skip
+)
 def test_a_written_size_or_duration_needs_a_unit(
     refused: Callable[..., list[str]], text: str, problem: str
 ) -> None:
@@ -341,7 +341,7 @@ def test_numbers_with_one_meaning_are_accepted(load: Load) -> None:
     "storage: {type: file, options: {path: 'PATH'}}", "integrity: {mac_key_file: 'PATH'}",
     "storage: {type: remote, options: {socket: 'PATH'}}", "daemon: {socket: 'PATH'}",
     "storage: {type: redis, options: {url: 'redis://h', password_file: 'PATH'}}",
-])  # fmt: skip
+])
 def test_a_url_is_not_a_path(
     refused: Callable[..., list[str]], load: Load, entry: str, path: str
 ) -> None:
@@ -465,7 +465,7 @@ def test_a_tier_of_one_page_is_valid(load: Load) -> None:
         ("page_size: " + "9" * 5000, "page_size: expected a whole number; got 999"),
         ("#" * (1 << 20) + "\n#", "is larger than 1 MiB"),
     ],
-)  # fmt: skip
+)
 def test_impossible_jobs_are_rejected_with_the_reason(
     refused: Callable[..., list[str]], text: str | bytes, what: str
 ) -> None:
@@ -487,7 +487,7 @@ def test_a_variable_that_is_not_text_is_refused(refused: Callable[..., list[str]
      "storage: {type: redis, options: {url: 'redis://h', sentinel_password_env: %s}}",
      "storage: {type: levels, options: {levels: "
      "[{type: memory}, {type: redis, options: {url: 'redis://h', password_env: %s}}]}}"],
-)  # fmt: skip
+)
 def test_an_error_about_the_name_of_a_variable_does_not_repeat_what_stands_there(
     refused: Callable[..., list[str]], text: str, secret: str
 ) -> None:
@@ -568,7 +568,7 @@ LONG_NAME = "A_NAME_THAT_IS_TOO_LONG_TO_BE_SHOWN_" + "X" * 60
      "storage: {type: 'mine:Store', options: {login: {token_env: HICACHE_%s}}}",
      "storage: {type: levels, options: {levels: [{type: memory}, {type: levels, options: {levels: "
      "[{type: memory}, {type: redis, options: {url: 'redis://h', password_env: HICACHE_%s}}]}}]}}"],
-)  # fmt: skip
+)
 def test_a_variable_named_for_a_secret_is_not_reported_as_a_typo(
     load: Load, refused: Callable[..., list[str]], text: str, name: str
 ) -> None:
@@ -633,9 +633,9 @@ def in_parts(name: str, value: object) -> Iterator[tuple[str, dict[str, Any]]]:
     shards = {"type": "sharded", "options": {"parts": [{"type": "memory", "name": "b"}, part]}}
     yield f"storage.options.parts.1.{below}", {"storage": shards}
     yield f"storage.options.levels.0.{below}", {"storage": {"type": "levels", "options": {
-        "levels": [part, {"type": "memory"}]}}}  # fmt: skip
+        "levels": [part, {"type": "memory"}]}}}
     yield f"storage.options.levels.1.options.parts.1.{below}", {"storage": {"type": "levels", "options": {
-        "levels": [{"type": "memory"}, shards]}}}  # fmt: skip
+        "levels": [{"type": "memory"}, shards]}}}
 
 
 @pytest.mark.parametrize("name", GONE)
@@ -666,7 +666,7 @@ def test_all_entries_of_a_removed_section_are_refused(refused: Callable[..., lis
     lines = refused("schedule: {policy: fcfs, deep: {er: 1}}")
     assert [line.partition(": was removed: the engine schedules;")[0] for line in lines] == [
         "schedule.deep.er", "schedule.policy"
-    ]  # fmt: skip
+    ]
 
 
 def test_a_section_built_by_a_program_refuses_its_removed_entries() -> None:
@@ -688,7 +688,7 @@ _names = st.sampled_from([part for name in entry_names() for part in name.split(
 _scalars = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.dates(), st.binary(max_size=4),
     st.sampled_from(["4GiB", "5s", "file", "memory", "auto", "/x"]),
-)  # fmt: skip
+)
 _trees = st.recursive(
     _scalars,
     lambda inner: st.lists(inner, max_size=2) | st.dictionaries(_names | st.text(max_size=5), inner, max_size=4),

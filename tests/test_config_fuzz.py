@@ -35,12 +35,12 @@ TEXTS = [
     "__proto__", "__class__", "a.b", "a:b", ":", "a:", ":b", "os:system", "builtins:dict", "..:x", "hicache.errors:_",
     "tcp://127.0.0.1:99999", "tcp://*:1", "ipc:///x", "http://[", "redis://[::1", "127.0.0.1:1", "redis", "levels",
     "memory", "/dev/zero", "/etc/shadow", "on", "null",
-]  # fmt: skip
+]
 VALUES: list[Any] = [
     None, True, 0, -1, 1, 1.5, -0.0, 1e308, math.nan, math.inf, 10**30, -(10**30), 1 << 63, 1 << 64, 10**400, [], [[]],
     [1, None], {}, {"": 1}, {"a.b": {"c": 1}}, {"x": {"y": [1, {"q": None}]}}, [{"type": "file"}], {"type": "file"},
     [{"type": "memory"}, {"type": "memory"}], [{"type": 5}, {"type": "file", "options": {"path": ""}}],
-]  # fmt: skip
+]
 # As they stand in a file, behind the name of an entry.
 RAW = [
     "*a", "&a [*a]", "!!python/object:os.system x", "!!binary aGk=", "{<<: {a: 1}}", "{a: 1, a: 2}", "[{a: 1, a: 2}]",
@@ -48,7 +48,7 @@ RAW = [
     "[" * 2000, "{a: " * 1000, "2001-99-99", "2001-01-01T00:00:00Z", ".nan", "-.inf", "1.0e+400", "08", "=",
     '"\\ud800"',
     "'", '"', "|", "@x", "`", "%", "? a", "\x01", "\ufffe", "0x" + "f" * 5000,
-]  # fmt: skip
+]
 
 
 def with_entry(tree: dict[str, Any], name: str, value: object) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def test_a_configuration_that_loads_opens_or_fails_with_a_typed_error(
     numbers, kind = rng(seed), store.partition(" ")[0]
     options = STORES[store] | ({"path": str(tmp_path / "pages")} if kind == "file" else {})
     tree = {"page_size": 16, "device": {"tokens": 64}, "host": {"tokens": 64},
-            "storage": {"type": kind, "options": options}}  # fmt: skip
+            "storage": {"type": kind, "options": options}}
     monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "y")
     monkeypatch.chdir(tmp_path)
@@ -163,7 +163,7 @@ def test_a_size_beyond_all_memory_is_a_typed_error(tmp_path: Path, entry: str, v
         ("a: &a [x,x,x,x,x,x,x,x,x]\nb: &b [*a,*a,*a,*a,*a,*a,*a,*a,*a]\n", "aliases"),
         ("storage: {type: levels, options: {levels: [{type: file, type: memory}, {type: memory}]}}", "given twice"),
     ],
-)  # fmt: skip
+)
 def test_a_small_file_takes_little_time_and_memory_to_refuse(tmp_path: Path, text: str, what: str) -> None:
     """Without a bound, these take from twenty seconds to hours."""
     (tmp_path / "bomb.yaml").write_text(text)

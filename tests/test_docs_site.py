@@ -25,7 +25,7 @@ def build(source: Path, target: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         command, cwd=source, env=environ, capture_output=True, text=True, timeout=500, stdin=subprocess.DEVNULL,
         check=False,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")

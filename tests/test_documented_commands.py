@@ -121,7 +121,7 @@ class Folder:
         done = subprocess.run(
             ["bash", "-c", command], cwd=self.path, env=self.environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             text=True, timeout=TIMEOUT_S, stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
+        )
         assert done.returncode == 0, f"{command}: {done.stdout}"
         return done.stdout
 

@@ -165,7 +165,7 @@ SETUPS = {
     "docs/servers.md": ["", SERVER],
     "docs/traces.md": [SESSION_FILES, SESSION_LINES, LENGTHS],
     "docs/tracing.md": [CONFIG + CACHE],
-}  # fmt: skip
+}
 NOT_RUN = {
     "docs/backends/redis.md": "it needs an account of a cloud; tests/backends/redis/test_redis_credentials.py has a "
     "provider on a real server",
@@ -214,7 +214,7 @@ def type_errors(programs: list[Program], folder: Path) -> str:
         [sys.executable, "-m", "mypy", "--config-file", str(ROOT / "pyproject.toml"), *map(str, files)], cwd=ROOT,
         env={**os.environ, "MYPYPATH": f"{ROOT}:{folder}"}, capture_output=True, text=True, check=False,
         timeout=TYPES_TIMEOUT_S,
-    )  # fmt: skip
+    )
     return "" if done.returncode == 0 else done.stdout + done.stderr
 
 
@@ -262,7 +262,7 @@ def test_the_blocks_of_a_page_run(page: str, tmp_path: Path) -> None:
             [sys.executable, "-c", RUNNER, *(program.name for program in programs)], cwd=tmp_path, env=environ,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=RUN_TIMEOUT_S,
             stdin=subprocess.DEVNULL, check=False,
-        )  # fmt: skip
+        )
     finally:
         path_of(name).unlink(missing_ok=True)
     assert done.returncode == 0, done.stdout

@@ -33,7 +33,7 @@ def test_embed_hits_the_device_and_after_a_restart_storage(repository: Path, tmp
             capture_output=True, text=True, timeout=TIMEOUT_S, check=True,
         ).stdout
         for _ in range(2)
-    ]  # fmt: skip
+    ]
     hits = [
         [tuple(map(int, re.findall(r"(\d+)(?: tokens)? from", line))) for line in out.splitlines()] for out in outputs
     ]
@@ -68,7 +68,7 @@ def test_follow_events_shows_the_pages_of_an_engine(repository: Path) -> None:
             sys.executable, str(repository / "examples" / "follow_events.py"), publisher.endpoint,
             publisher.replay_endpoint, "--seconds", str(2 * TIMEOUT_S), "--page-size", "16", "--tenant", "alice",
             "--prompt", *map(str, range(40)),
-        ]  # fmt: skip
+        ]
         last = "4 pages on the device, 0 on the host, 0 of them in storage; 32 tokens of the prompt on the device"
         code, shown = read_until(last, command)
     assert shown[-1:] == [last]
@@ -103,7 +103,7 @@ def test_a_router_sends_a_prompt_to_the_engine_that_has_it_and_counts_on_the_sha
     assert [tuple(filter(None, map("".join, each))) for each in found] == [
         ("one", "0", "0", "0"), ("two", "0", "0", "0"), ("one", "320", "320", "320"), ("two", "320", "320", "320"),
         ("two", "0", "320", "320"),
-    ]  # fmt: skip
+    ]
 
 
 def test_a_conversation_reuses_pages_up_to_the_last_token_until_the_weights_change(repository: Path) -> None:

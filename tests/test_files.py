@@ -52,7 +52,7 @@ def strange(tmp_path: Path) -> Iterator[dict[str, Path]]:
             "a socket": tmp_path / "socket", "an endless device": Path("/dev/zero"), "no bytes": Path("/dev/null"),
             "nothing": tmp_path / "none", "a loop": tmp_path / "loop", "a null byte": Path("a\0b"),
             "half a surrogate pair": Path("\ud800"), "a long name": tmp_path / ("x" * 300),
-        }  # fmt: skip
+        }
 
 
 @pytest.mark.parametrize("reader", READERS)

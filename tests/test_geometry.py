@@ -56,7 +56,7 @@ def test_numbers_of_numpy_make_the_same_shape_and_exact_sizes() -> None:
     ("name", "size"),
     [("", 8), (None, 8), (b"kv", 8), ("\ud800", 8), ("x" * 70_000, 8), ("kv", 0), ("kv", -1), ("kv", 1.0),
      ("kv", True), ("kv", None), ("kv", "8"), ("kv", 2**63)],
-)  # fmt: skip
+)
 def test_an_invalid_piece_is_rejected(name: Any, size: Any) -> None:
     with pytest.raises(InvalidInput, match=r"^piece: "):
         Piece(name, size)
@@ -66,7 +66,7 @@ def test_an_invalid_piece_is_rejected(name: Any, size: Any) -> None:
     ("tokens", "pieces"),
     [(0, (Piece("kv", 8),)), (1025, (Piece("kv", 8),)), (16.0, (Piece("kv", 8),)), (16, ()), (16, None), (16, 5),
      (16, Piece("kv", 8)), (16, (8, 8)), (16, ("kv",)), (16, (Piece("kv", 8), None))],
-)  # fmt: skip
+)
 def test_an_invalid_shape_is_rejected(tokens: Any, pieces: Any) -> None:
     with pytest.raises(InvalidInput, match=r"^page shape: "):
         PageShape(tokens, pieces)

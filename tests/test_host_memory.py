@@ -99,7 +99,7 @@ def test_a_share_is_of_the_available_memory_of_the_machine_and_is_logged(
     assert size_of(machine, 12.5) == 5 * GIB // 2
     assert messages_of(caplog, "host_memory") == [
         "L2: 80% of 20.0 GiB available = 16.0 GiB", "L2: 12.5% of 20.0 GiB available = 2.5 GiB"
-    ]  # fmt: skip
+    ]
 
 
 def test_a_size_is_not_changed_and_not_logged(machine: Path, caplog: pytest.LogCaptureFixture) -> None:

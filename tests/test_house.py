@@ -16,7 +16,7 @@ TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".sh", ""}
 # Environments, caches and outputs: not part of the source.
 NOT_SOURCE = {".git", ".venv", ".venv-engines", ".venv-peers", ".mypy_cache", ".ruff_cache", ".pytest_cache",
               ".hypothesis", ".import_linter_cache", "__pycache__", "build", "dist", "demo-data", "replay-data",
-              ".demo", "bench-out"}  # fmt: skip
+              ".demo", "bench-out"}
 
 MODULE_LINES_MAX = 500
 FUNCTION_LINES_MAX = 70
@@ -59,7 +59,7 @@ def test_a_module_over_500_lines_is_one_thing_and_says_why_and_no_other_says_so(
     ("source", "gives"),
     [('"""A.\n\nLonger than 500 lines because one class keeps all."""', True), ('"""A."""', False),
      ('"""A.\n\nLonger than 500 lines because"""', False), ("# Longer than 500 lines because of this\n", False)],
-)  # fmt: skip
+)
 def test_only_a_docstring_with_a_reason_permits_more_than_500_lines(source: str, gives: bool) -> None:
     assert _gives_reason(source) == gives
 
@@ -117,7 +117,7 @@ def uses_of_the_system_time(source: str) -> list[str]:
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call)
         and _WAITABLE.fullmatch(ast.unparse(node.value.func))
         for target in node.targets
-    }  # fmt: skip
+    }
 
     def waits(call: ast.Call, function: ast.Attribute) -> bool:
         receiver = ast.unparse(function.value)
@@ -212,7 +212,7 @@ def test_no_source_file_names(what: str) -> None:
     [("code execution from data", "import pickle"), ("code execution from data", "torch.load(f)"),
      ("code execution from data", "yaml.load(f)"), ("listening on every address", "bind('0.0.0.0')"),
      ("work on the current CUDA device", "torch.cuda.synchronize()")],
-)  # fmt: skip
+)
 def test_the_search_for_forbidden_text_finds_it(what: str, text: str) -> None:
     assert re.search(FORBIDDEN[what], text)
 
@@ -252,14 +252,14 @@ def _short_limits(source: str) -> list[int]:
     calls = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call)]
     return [call.lineno for call in calls if ast.unparse(call.func) in ("subprocess.run", "process.communicate")
             for word in call.keywords if word.arg == "timeout" and isinstance(word.value, ast.Constant)
-            and ast.literal_eval(word.value) < 300]  # fmt: skip
+            and ast.literal_eval(word.value) < 300]
 
 
 def test_only_a_hang_ends_the_commands_of_tests() -> None:
     """Beside twelve busy processes, building the site took 160 s on two cores."""
     assert _short_limits("import subprocess\nsubprocess.run(['ls'], timeout=170)") == [2]
     found = {path: lines for path in sources(".py") if "tests" in path.parts
-             if (lines := _short_limits(path.read_text()))}  # fmt: skip
+             if (lines := _short_limits(path.read_text()))}
     assert not found
 
 
@@ -276,7 +276,7 @@ def test_the_search_for_make_commands_finds_them() -> None:
 def test_make_knows_its_targets_and_ci_calls_them() -> None:
     for target in (
         "demo", "test", "test-engines", "test-models", "examples-peers", "quick", "check", "bench", "soak", "clean"
-    ):  # fmt: skip
+    ):
         subprocess.run(["make", "--dry-run", target], cwd=ROOT, check=True, capture_output=True, timeout=300)
     assert (ROOT / ".ci/run").stat().st_mode & 0o100
     assert {"test", "test-engines"} <= set(re.findall("^check ([a-z-]+)", (ROOT / ".ci/run").read_text(), re.MULTILINE))

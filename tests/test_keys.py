@@ -266,7 +266,7 @@ def test_the_longest_salt_makes_a_seed() -> None:
         (np.zeros(4, np.uint8), b"", 4),
     ],
     ids=str,
-)  # fmt: skip
+)
 def test_a_malformed_radix_key_is_refused(tokens: Any, seed: Any, position_bytes: Any) -> None:
     with pytest.raises(InvalidInput):
         RadixKey(tokens, seed, position_bytes)
@@ -313,7 +313,7 @@ def test_equal_hashes_under_two_seeds_have_no_page_key_in_common() -> None:
         (["x" * 32], "of type str"), ([bytearray(32)], "of type bytearray"), ([*HASHES, HASHES[2]], "same hash"),
         (np.zeros((2, 32), np.uint8), "sequence of bytes"),
     ],
-)  # fmt: skip
+)
 def test_hashes_of_another_form_are_refused(hashes: Any, message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         RadixKey.of_hashes(hashes)

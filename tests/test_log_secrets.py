@@ -67,7 +67,7 @@ def test_the_log_of_a_cache_with_faults_has_no_secret(tmp_path: Path, written: i
         "page_size": 4, "integrity": {"mac_key_env": "MAC"},
         "storage": {"type": "file", "options": {"path": str(tmp_path / "pages"), "free_space_floor": "0B"},
                     "guard": tuned(GuardConfig, retry_share=0.0, damage_pages=2)},
-    })  # fmt: skip
+    })
     opener = StorageOpener(config, {"MAC": MAC_KEY})
     codec = opener.codec(NAMESPACE.digest, GEOMETRY.payload_bytes, weights_epoch=0, label="llama")
     key = RadixKey.of(TOKENS, cache_salt=SALT)
@@ -118,7 +118,7 @@ def test_the_log_of_a_daemon_with_faults_has_no_secret(scratch: Path) -> None:
         {"token_file": daemon.secret("token", TOKEN), "pool": "0B"},
         logging={"level": "debug"}, integrity={"mac_key_env": "MAC"},
         storage={"type": "file", "options": {"path": str(path), "free_space_floor": "0B"}},
-    )  # fmt: skip
+    )
     daemon.environ = {"MAC": MAC_KEY}
     daemon.start()
     try:

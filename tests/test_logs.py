@@ -175,7 +175,7 @@ def config_for(folder: Path) -> HiCacheConfig:
     return HiCacheConfig.model_validate({
         "page_size": 16, "device": {"tokens": 256}, "host": {"tokens": 256},
         "storage": {"type": "file", "options": {"path": str(folder), "free_space_floor": "1MiB"}},
-    })  # fmt: skip
+    })
 
 
 NAMESPACE_OF_CACHE = Namespace(
@@ -280,7 +280,7 @@ def test_reminders_of_a_long_outage_become_rarer(lines: io.StringIO) -> None:
     assert "errors since the last line: timeout 3;" in off
     assert [int(found[1]) for line in recalls if (found := re.search(r"off for (\d+) s", line))] == [
         60, 180, 420, 900, 1800, 2700,
-    ]  # fmt: skip
+    ]
     assert "60 calls were rejected; errors since the last line: timeout 60" in recalls[0]
 
 
@@ -303,7 +303,7 @@ def test_a_removed_directory_says_what_to_do(lines: io.StringIO, tmp_path: Path)
         ({"capacity": 1 << 20, "free_space_floor": 0}, None),
     ],
     ids=["floor", "capacity", "both fit"],
-)  # fmt: skip
+)
 def test_limits_that_the_volume_cannot_satisfy_are_a_warning_when_the_store_is_opened(
     lines: io.StringIO, tmp_path: Path, entries: dict[str, int], line: str | None
 ) -> None:

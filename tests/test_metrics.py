@@ -252,7 +252,7 @@ def test_a_scrape_shows_sessions_only_if_there_are_any() -> None:
     sessions = SessionStatistics(
         open=3, holding=2, running=1, held_pages=5, own_pages=2, turns=7, continued_turns=6, tail_tokens=9,
         released={"pressure": 4},
-    )  # fmt: skip
+    )
     with closing(World()) as world:
         plain = shown(world)
         state = world.cache.statistics()

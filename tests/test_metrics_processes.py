@@ -24,7 +24,7 @@ def started(requests: int, port: int = 0) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "tests.exporting", str(requests)], env=environ, text=True,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
+    )
 
 
 def told(engine: subprocess.Popen[str]) -> str:

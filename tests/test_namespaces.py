@@ -47,7 +47,7 @@ def test_every_field_of_a_namespace_changes_its_digest() -> None:
         *(replace(base, element_order=order) for order in ELEMENT_ORDERS[1:]),
         # The same text in one field or in another.
         replace(base, engine_layout="s"), replace(base, quantisation="s"), replace(base, key_hash="s"),
-    ]  # fmt: skip
+    ]
     others += [
         replace(base, geometry=replace(shape, **change))
         for change in (
@@ -55,7 +55,7 @@ def test_every_field_of_a_namespace_changes_its_digest() -> None:
             {"layout": KVLayout.MLA}, {"v_head_dim": 4},
             {"head_dim": 4, "v_head_dim": 12}, {"head_dim": 12, "v_head_dim": 4},  # as many bytes
         )
-    ]  # fmt: skip
+    ]
     digests = {namespace.digest for namespace in [base, *others]}
     assert len(digests) == 1 + len(others)
 
@@ -67,7 +67,7 @@ def test_every_part_of_a_page_shape_changes_the_digest() -> None:
             (Piece("a", 8), Piece("b", 24)), (Piece("b", 24), Piece("a", 8)), (Piece("b", 8), Piece("a", 24)),
             (Piece("a", 24), Piece("b", 8)), (Piece("ab", 32),), (Piece("a", 8), Piece("b", 20), Piece("c", 4)),
         )
-    ]  # fmt: skip
+    ]
     shapes += [PageShape(8, (Piece("a", 8), Piece("b", 24))), PageShape(16, (Piece("a8b", 32),))]
     attention = KVGeometry(layers=2, heads=1, head_dim=8, page_size=16)
     shapes += [attention, attention.shape]  # the same bytes, described both ways
@@ -93,14 +93,14 @@ IMPOSSIBLE_NAMESPACES: list[dict[str, Any]] = [
     *({"label": bad} for bad in (None, 5)),
     *({f"{kind}_rank": bad} for kind in ("tp", "pp", "cp", "dcp") for bad in (2, -1, 0.5, False, "0", None)),
     *({f"{kind}_size": bad} for kind in ("tp", "pp", "cp", "dcp") for bad in (0, -1, 2.0, True, 10**5000, None)),
-]  # fmt: skip
+]
 
 IMPOSSIBLE_GEOMETRIES: list[dict[str, Any]] = [
     *({"layers": bad} for bad in (0, -1, True, 1.0, float("nan"), "1", None, 10**5000)),
     {"heads": -1}, {"head_dim": 2**21}, {"page_size": 4096}, {"page_size": 0.5},
     *({"dtype": bad} for bad in ("float64", 5, None, ["float32"])),
     *({"layout": bad} for bad in ("mla", None, 1)),
-]  # fmt: skip
+]
 
 
 def test_an_invalid_namespace_is_rejected() -> None:
@@ -128,7 +128,7 @@ LABELS = {
     "with a line\nand \x1b[31m and \u202e": "with a line?and ?[31m and ?",
     "x" * 300: "x" * LABEL_CHARACTERS_MAX,
     "///": "",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("given", LABELS)

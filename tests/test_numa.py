@@ -51,7 +51,7 @@ def test_nodes_can_be_numbered_with_gaps(tmp_path: Path, online: str) -> None:
     [(DEVICE, {"node": "-1"}), (DEVICE, {"node": ""}), (DEVICE, {"online": "0", "node": "0"}),
      (DEVICE, {"online": "12", "node": "12"}), ("0000:3c:00.0", {}), ("../../0000:3b:00.0", {}), ("", {})],
     ids=str,
-)  # fmt: skip
+)
 def test_systems_with_one_node_or_without_numa_have_no_node(
     tmp_path: Path, name: str, contents: dict[str, str]
 ) -> None:

@@ -63,7 +63,7 @@ def carries_pages(path: Path) -> bool:
     config = load_config(path, environ={}, overrides={})
     assert config.storage is not None
     codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, mac_keys=config.integrity.keys({}),
-                       encryption_keys=config.storage_format.keys({}))  # fmt: skip
+                       encryption_keys=config.storage_format.keys({}))
     backend = open_spec(BackendSpec.of(config.storage), codec)
     try:
         assert backend.stores
@@ -82,7 +82,7 @@ def carries_pages(path: Path) -> bool:
 def place(
     request: pytest.FixtureRequest, tmp_path: Path, unique_prefix: str, login: Callable[[DevService], None],
     monkeypatch: pytest.MonkeyPatch,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+) -> Iterator[dict[str, Any]]:
     """Start a server of the kind `request.param`, and set its credentials. Return the options that say where it is."""
     kind: str = request.param
     if kind == "redis":
@@ -118,7 +118,7 @@ def place(
      ("s3-compatible", "s3-compatible"), ("mooncake", "mooncake"), ("remote", "daemon"), ("levels", "bucket"),
      ("file-over-redis", "redis"), ("file-over-mooncake", "mooncake")],
     indirect=["place"],
-)  # fmt: skip
+)
 def test_a_file_with_a_server_carries_pages(
     repository: Path, tmp_path: Path, name: str, place: dict[str, Any]
 ) -> None:

@@ -40,7 +40,7 @@ class Harness:
         self.pool = SupervisedPool[Callable[[], None]](
             "test", count, handle=lambda job, beat: job(), fail=self.failed.append, acknowledge=self.done.put,
             patience_s=patience_s, linger_s=linger_s, clock=self.clock,
-        )  # fmt: skip
+        )
 
     def supervise_until(self, condition: Callable[[], bool]) -> None:
         wait_for(condition, self.pool.supervise, timeout_s=WAIT_S)

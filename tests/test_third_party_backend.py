@@ -32,7 +32,7 @@ def installed(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     run(
         source, None, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-index",
         "--no-build-isolation", "--target", target, source,
-    )  # fmt: skip
+    )
     return target
 
 
@@ -43,7 +43,7 @@ def run(folder: Path, installed: Path | None, *args: str | Path) -> str:
     done = subprocess.run(
         [sys.executable, *map(str, args)], cwd=folder, env={**os.environ, "PYTHONPATH": path}, capture_output=True,
         text=True, timeout=TIMEOUT_S, check=False,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -74,7 +74,7 @@ def test_the_backend_serves_pages_and_the_tools_support_it(source: Path, install
         run(
             tmp_path, installed, "-m", "hicache", "replay", "-c", "sqlite.yaml", "--requests", "60",
             "--prefill-rate", "0", "--json", "report.json",
-        )  # fmt: skip
+        )
     report = json.loads((tmp_path / "report.json").read_text())
     assert report["tokens"]["hits"]["storage"] > 0 and report["wrong_bytes"] == 0
     part = stat(tmp_path, installed)

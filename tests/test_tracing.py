@@ -46,7 +46,7 @@ def run(code: str, **environ: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False,
         env={**os.environ, **environ},
-    )  # fmt: skip
+    )
 
 
 def test_without_tracing_a_cache_does_not_import_opentelemetry() -> None:
@@ -68,7 +68,7 @@ def test_variables_that_the_sdk_rejects_are_an_error() -> None:
     result = run(
         ON, OTEL_EXPORTER_OTLP_ENDPOINT="http://127.0.0.1:1", OTEL_BSP_MAX_QUEUE_SIZE="1",
         OTEL_BSP_MAX_EXPORT_BATCH_SIZE="2",
-    )  # fmt: skip
+    )
     assert "ConfigError: tracing.enabled: the SDK rejects a variable OTEL_" in result.stderr
 
 
@@ -88,7 +88,7 @@ def test_a_provider_that_is_set_later_gets_the_next_spans() -> None:
     ("variables", "service"),
     [({}, "hicache"), ({"OTEL_SERVICE_NAME": "chat"}, "chat"),
      ({"OTEL_RESOURCE_ATTRIBUTES": "service.name=chat"}, "chat")],
-)  # fmt: skip
+)
 def test_a_process_without_a_provider_exports_at_its_end(variables: dict[str, str], service: str) -> None:
     with recording() as recorder:
         result = run(ON, OTEL_EXPORTER_OTLP_ENDPOINT=recorder.url, **variables)
@@ -126,7 +126,7 @@ def test_each_verb_of_a_store_counts_its_pages(monkeypatch: pytest.MonkeyPatch) 
     assert [(verb, values["pages"], values["hit_pages"]) for verb, values in found] == [
         ("set", 2, 2), ("exists", 3, 2), ("exists", 2, 1), ("get", 3, 2), ("touch", 2, 2), ("touch", 1, 0),
         ("delete", 2, 1), ("delete", 0, 1),
-    ]  # fmt: skip
+    ]
     moved = [values["bytes"] for verb, values in found if verb in ("set", "get")]
     assert moved == [2 * made.frame_bytes, 3 * made.frame_bytes]
 

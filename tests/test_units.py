@@ -80,4 +80,4 @@ def test_a_printed_size_has_the_largest_unit_that_keeps_it_above_one() -> None:
 def test_exact_forms_are_short() -> None:
     assert [exact_size(10 << 30), exact_size(1000), exact_duration(0.25), exact_duration(5.0), exact_duration(1.5)] == [
         "10GiB", "1000B", "250ms", "5s", "1.5s",
-    ]  # fmt: skip
+    ]

@@ -35,7 +35,7 @@ def _run(*command: str | Path, cwd: Path, **variables: str) -> str:
     result = subprocess.run(
         list(map(str, command)), cwd=cwd, env=environ, check=False, timeout=500, stdin=subprocess.DEVNULL,
         capture_output=True, text=True,
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -44,7 +44,7 @@ def _build_wheel(source: Path, target: Path, **variables: str) -> Path:
     _run(
         sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", target, source,
         cwd=target, **variables,
-    )  # fmt: skip
+    )
     (wheel,) = target.glob("hicache-*.whl")
     return wheel
 

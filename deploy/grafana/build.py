@@ -90,7 +90,7 @@ TIERS = (
     Panel("Turns", "Turns of sessions, and turns that continued the previous turn exactly.", "ops",
           ((rate("session_turns_total"), "{{instance}} turns"),
            (rate("session_continued_turns_total"), "{{instance}} continued"))),
-)  # fmt: skip
+)
 
 STORAGE = (
     Panel("Hit rate", "Share of the requested pages that the store returned and that passed verification.",
@@ -141,7 +141,7 @@ STORAGE = (
            (rate("backend_expired_pages_total", "backend"), "{{instance}} {{backend}} expired"))),
     Panel("Retries", "Calls that were retried, at most a tenth of all.", "ops",
           ((rate("backend_retried_calls_total", "backend", "direction"), "{{instance}} {{backend}} {{direction}}"),)),
-)  # fmt: skip
+)
 
 HEALTH = (
     Panel("Targets", "1 while Prometheus reads the metrics of an engine or a daemon.", "short",
@@ -182,7 +182,7 @@ HEALTH = (
           "subscribers.", "ops",
           ((rate("events_total"), "{{instance}} events"), (rate("event_snapshots_total"), "{{instance}} snapshots"),
            (rate("event_slow_batches_total"), "{{instance}} slow batches"))),
-)  # fmt: skip
+)
 
 DAEMON = (
     Panel("Pages, by source", "Pages that engines requested, by source: the host pool, a store, another engine's read "
@@ -219,7 +219,7 @@ DAEMON = (
           "ops", ((rate("daemon_refused_requests_total", "reason"), "{{instance}} {{reason}}"),)),
     Panel("Saved writes", "Pages that were not written because another engine was writing them.", "ops",
           ((rate("daemon_shared_writes_total"), "{{instance}}"),)),
-)  # fmt: skip
+)
 
 DASHBOARDS = {
     "tiers": ("HiCache: tiers", "Where KV comes from, how full L1 and L2 are, and transfers between the tiers.", TIERS),
@@ -235,7 +235,7 @@ def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
     custom: dict[str, Any] = {"fillOpacity": 80, "lineWidth": 0} if is_states else {
         "lineWidth": 1, "fillOpacity": 40 if panel.stacked else 8, "showPoints": "never",
         "stacking": {"mode": "normal" if panel.stacked else "none", "group": "A"},
-    }  # fmt: skip
+    }
     defaults: dict[str, Any] = {"unit": panel.unit, "min": 0, "custom": custom, "mappings": []}
     if panel.maximum is not None:
         defaults["max"] = panel.maximum
@@ -243,7 +243,7 @@ def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
         options = {str(value): {"text": text, "color": color, "index": value} for value, text, color in panel.values}
         defaults |= {"mappings": [{"type": "value", "options": options}], "color": {"mode": "fixed"}}
     legend = {"showLegend": True, "displayMode": "list" if is_states else "table", "placement": "bottom",
-              "calcs": [] if is_states else ["lastNotNull", "max"]}  # fmt: skip
+              "calcs": [] if is_states else ["lastNotNull", "max"]}
     return {
         "id": number, "type": panel.kind, "title": panel.title, "description": panel.description,
         "datasource": DATASOURCE, "gridPos": {"x": x, "y": y, "w": panel.width, "h": 8},
@@ -254,7 +254,7 @@ def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
              "expr": expression.replace("%s", OF), "legendFormat": legend_format}
             for place, (expression, legend_format) in enumerate(panel.queries)
         ],
-    }  # fmt: skip
+    }
 
 
 def dashboard_json(name: str) -> dict[str, Any]:
@@ -272,7 +272,7 @@ def dashboard_json(name: str) -> dict[str, Any]:
         {"name": "instance", "label": "Target", "type": "query", "datasource": DATASOURCE, "refresh": 2, "sort": 1,
          "query": {"query": instances, "refId": "instances"}, "definition": instances, "multi": True,
          "includeAll": True, "allValue": ".*", "current": {"text": ["All"], "value": ["$__all"]}},
-    ]  # fmt: skip
+    ]
     return {
         "uid": f"hicache-{name}", "title": title, "description": description, "tags": ["hicache"],
         "schemaVersion": SCHEMA_VERSION, "version": 1, "editable": True, "graphTooltip": 1, "refresh": "30s",
@@ -280,7 +280,7 @@ def dashboard_json(name: str) -> dict[str, Any]:
         "annotations": {"list": []}, "panels": placed,
         "links": [{"type": "dashboards", "tags": ["hicache"], "title": "HiCache", "asDropdown": False,
                    "includeVars": True, "keepTime": True}],
-    }  # fmt: skip
+    }
 
 
 def text_of(name: str) -> str:

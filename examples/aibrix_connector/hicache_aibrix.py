@@ -77,4 +77,4 @@ class HiCacheConnector(Connector, AsyncBase):
 def register() -> None:
     """Wrap `Connector.create` of AIBrix, which has no hook for others. Call it before AIBrix creates its cache."""
     Connector.create = staticmethod(lambda config, create=Connector.create, **more: HiCacheConnector(config)
-                                    if config.backend_name == "HICACHE" else create(config, **more))  # fmt: skip
+                                    if config.backend_name == "HICACHE" else create(config, **more))

@@ -116,7 +116,7 @@ class EmbeddedCache:
             overrides={
                 f"{store or '*'}/{way.value}": mode for (way, store), mode in cache.storage.overrides.items()
             },
-        )  # fmt: skip
+        )
 
     def memory_places(self, request: LookupRequest, deadline: float) -> MemoryPlaces:
         """See AdminTarget. Walks the tree in slices, one per step of the scheduler; for tokens it follows one path."""
@@ -252,7 +252,7 @@ class EmbeddedCache:
         left_s = max(0.0, pin.expires_at - self._cache.controller.time_s())
         return PinStatus(
             id=name, namespace=self._digest, pages=pin.pages, asked_pages=asked_pages, expires_in_s=left_s
-        )  # fmt: skip
+        )
 
     # Storage
 
@@ -290,7 +290,7 @@ class EmbeddedCache:
             raise AdminError(
                 "unsupported", f"{what}: all ranks of this engine must do this in the same step, which only the engine "
                 "itself can do (`bypass` and `breaker` work: a direction that is off on one rank is off on all)",
-            )  # fmt: skip
+            )
 
     def _key(self, tokens: Tokens) -> RadixKey:
         positions = self._cache.tree.position_bytes
@@ -307,7 +307,7 @@ class EmbeddedCache:
         if self._cache.tree.position_bytes != PAGE_KEY_BYTES:
             raise AdminError(
                 "unsupported", "warm: this cache finds pages by tokens, not by page keys; pass --tokens or --prompts"
-            )  # fmt: skip
+            )
         return RadixKey.of_hashes(chain)
 
     def _page_keys(self, key: RadixKey) -> list[bytes]:
@@ -319,7 +319,7 @@ def _tier(name: str, found: TierStatistics, pinned_pages: int) -> TierStatus:
         name="device" if name == "device" else "host", capacity_bytes=found.capacity_pages * found.page_bytes,
         used_bytes=(found.capacity_pages - found.free_pages) * found.page_bytes,
         pinned_bytes=pinned_pages * found.page_bytes, pages=found.cached_pages,
-    )  # fmt: skip
+    )
 
 
 class AdminServer:
@@ -334,7 +334,7 @@ class AdminServer:
         self._server = uvicorn.Server(uvicorn.Config(
             app, http=PeerProtocol, loop="asyncio", lifespan="off", log_config=None, access_log=False,
             limit_concurrency=CONNECTIONS_MAX, timeout_graceful_shutdown=1,
-        ))  # fmt: skip
+        ))
         self._thread = threading.Thread(
             target=self._server.run, kwargs={"sockets": [socket.socket]}, name="hicache-admin", daemon=True
         )
@@ -369,6 +369,6 @@ def serve(
     token = Rotated(
         "admin token", [section.token_file],
         lambda: read_secret("admin token", section.token_env, section.token_file, variables),
-    )  # fmt: skip
+    )
     target = EmbeddedCache(cache, config, namespace, variables)
     return AdminServer(target, PrivateSocket(path, "admin.socket"), AdminAccess(token.get))

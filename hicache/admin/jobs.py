@@ -46,7 +46,7 @@ class _Entry:
         return Job(
             id=self.id, kind=self.kind, what=self.what, state=self.state, is_cancelling=self.is_cancelling,
             elapsed_s=elapsed_s, progress=self.progress, error=self.error,
-        )  # fmt: skip
+        )
 
 
 class Jobs:

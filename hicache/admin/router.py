@@ -62,7 +62,7 @@ WAITING_MAX = 32
 _STATUS = {
     "forbidden": 403, "invalid": 422, "busy": 503, "closed": 503, "scheduler_stopped": 503, "store": 503,
     "internal": 500,
-}  # fmt: skip
+}
 _RETRY_S = 1
 _REFUSALS: dict[int | str, dict[str, Any]] = {code: {"model": Refusal} for code in (403, 404, 409, 422, 500, 503)}
 
@@ -216,7 +216,7 @@ def _add_jobs(router: APIRouter, target: AdminTarget, jobs: Jobs, calls: _Calls)
         logger.info("admin: job %s: %s: %s after %.1f s, %s, %s damaged, %s removed%s", job.id, job.what,
                     job.state.value, job.elapsed_s, counted(job.progress.pages, "page"),
                     sum(job.progress.damaged.values()), job.progress.removed,
-                    f": {job.error}" if job.error else "")  # fmt: skip
+                    f": {job.error}" if job.error else "")
 
     @router.post("/scrub", status_code=202)
     async def scrub(body: ScrubRequest, request: Request) -> Job:
@@ -297,7 +297,7 @@ def _add_stores(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
             raise AdminError(
                 "unsupported", f"{body.store!r} is one of several stores and cannot be closed alone; bypass it, or "
                 "detach all and attach another one alone",
-            )  # fmt: skip
+            )
         target.stores.require(body.store)
         await calls.run(target.detach)
 

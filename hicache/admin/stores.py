@@ -79,7 +79,7 @@ class ConfiguredStores:
                     removed=before.removed + step.removed, spared=before.spared + step.spared,
                     skipped=before.skipped,
                     findings=findings[:FINDINGS_MAX],
-                )  # fmt: skip
+                )
                 yield last
             before = last
 
@@ -130,7 +130,7 @@ class ConfiguredStores:
 def _damaged(store: str, found: Finding) -> DamagedPage:
     return DamagedPage(
         store=store, namespace=found.page.namespace.hex(), key=found.page.key.hex(), damage=found.damage
-    )  # fmt: skip
+    )
 
 
 def _leaf_specs(spec: BackendSpec) -> Iterator[BackendSpec]:

@@ -23,7 +23,7 @@ def store_status(namespace: str, leaf: StoreStatistics) -> StoreStatus:
         in_flight_calls=0 if guard is None else guard.in_flight_calls,
         errors=sum(leaf.statistics.errors.values()), damaged=sum(leaf.statistics.corrupt.values()),
         health=leaf.health,
-    )  # fmt: skip
+    )
 
 
 def state_of(state: str, stores: Sequence[StoreStatus]) -> str:

@@ -52,7 +52,7 @@ class Attempts:
     def __init__(
         self, driver: Driver[Any], codec: FrameCodec, name: str, calls: Calls, *, limit: CapacityLimit | None,
         retention: Retention | None, clock: Clock,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.driver = driver
         self.limit = limit
         self._retention = retention
@@ -244,7 +244,7 @@ class Attempts:
             self._damage_log.warn(
                 one.reason, "storage %s: page %s of %s failed verification (%s); it counts as a miss and was %s",
                 self._name, one.key.hex()[:8], self._codec.label or "no label", one.reason, failure,
-            )  # fmt: skip
+            )
         return errors
 
     def write(

@@ -238,7 +238,7 @@ class CapacityLimit:
     def write(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float,
         *, put: _Put, prefix: _Prefix,
-    ) -> tuple[list[SetOutcome], list[str]]:  # fmt: skip
+    ) -> tuple[list[SetOutcome], list[str]]:
         """Store pages with `put`, as far as there is room; return their outcomes and the kinds of the errors. Rejects
         the tail of a batch that does not fit; its head stays."""
         if not self._wait_for_listing(deadline):

@@ -29,7 +29,7 @@ class StorageOpener:
     def __init__(
         self, config: HiCacheConfig, environ: Mapping[str, str] | None = None, element_bytes: int | None = None,
         clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if config.tracing.enabled:
             tracing.enable()
         self._clock = clock

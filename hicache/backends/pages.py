@@ -113,7 +113,7 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
     def __init__(
         self, codec: FrameCodec, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float,
         clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(codec, keys, pages, deadline, clock)
         self.damaged: list[Damaged[Found]] = []
         self.expired: list[Damaged[Found]] = []

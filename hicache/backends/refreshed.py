@@ -31,7 +31,7 @@ class Refreshed(Generic[T]):
     def __init__(
         self, name: str, load: Callable[[], T], age_max_s: float, usable_s: float = math.inf,
         clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+    ) -> None:
         never = Backoff(math.inf, math.inf)  # the next `get` repeats it
         self._task = BackgroundTask(name, self._run, backoff=never, linger_s=0.0, on_error=self._fail, clock=clock)
         self._clock = clock

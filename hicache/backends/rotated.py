@@ -91,7 +91,7 @@ class Rotated(Generic[T]):
             if str(error) != self._warning:
                 self._warning = str(error)
                 logger.warning("%s: a changed file cannot be used, so the last value stays in use: %s",
-                               self._what, error)  # fmt: skip
+                               self._what, error)
             return
         self._seen, self._warning = seen, ""
         if value != self._value:

@@ -147,7 +147,7 @@ class Slot(Generic[E]):
         self._pool: SupervisedPool[Callable[[], object]] = workers(
             "open", 1, handle=lambda job, beat: job(), acknowledge=self._job_ended, patience_s=OPEN_DEADLINE_S,
             linger_s=LINGER_S, clock=clock,
-        )  # fmt: skip
+        )
 
     # The store in use
 
@@ -315,7 +315,7 @@ class Slot(Generic[E]):
         except (BackendError, ConfigError) as error:
             reason = shortened(" ".join(str(error).split()))[:_REASON_CHARS_MAX]
             self._log.warn(self._name, "%s cannot be opened, so %s works without it and tries again: %s",
-                           self._name, self._user, error)  # fmt: skip
+                           self._name, self._user, error)
         finally:
             self._attempted(number, store, reason)
 

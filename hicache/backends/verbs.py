@@ -94,7 +94,7 @@ class Verbs(ABC):
     def batch_set(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], *, parent: bytes | None, deadline: float,
         errors: list[str] | None = None,
-    ) -> list[SetOutcome]:  # fmt: skip
+    ) -> list[SetOutcome]:
         """Store pages, one outcome per key. Idempotent; each page becomes visible as a whole or not at all.
 
         `parent` is the key of the page before `keys[0]`, None at the start of a chain, so that a backend can evict

@@ -202,7 +202,7 @@ class BreakEven:
     def __init__(
         self, config: BreakEvenConfig | None = None, page_bytes: int = 1, *, given: Rates = UNKNOWN,
         probe_every: int = PROBE_EVERY,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """`page_bytes` is the size of a page, equal on all ranks: that of the longest pipeline stage. The speeds in
         `given` that are not 0 are not measured, and have no fixed time.
 

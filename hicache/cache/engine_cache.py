@@ -177,7 +177,7 @@ class EngineCache(HiRadixCache):
     def share(
         self, rid: str, key: RadixKey, prefix: Prefix, start_page: int, pages: PageIds, *, priority: int = 0,
         continues: bool = False, session_id: str | None = None,
-    ) -> Shared:  # fmt: skip
+    ) -> Shared:
         """Share the pages of `key` from `start_page` on, which are on L1 in `pages` and whose KV is computed or queued
         before the next fence. The tree takes over those that it lacks.
 

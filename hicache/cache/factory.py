@@ -60,7 +60,7 @@ Tiered = TypeVar("Tiered", bound=HiRadixCache | HostCache)
 _OF_EACH_RANK = {
     "device", "host", "integrity", "storage_format", "storage", "ranks", "metrics", "events", "admin", "daemon",
     "tracing",
-}  # fmt: skip
+}
 
 
 def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
@@ -302,7 +302,7 @@ def _require_same(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace)
         config.model_dump(exclude=_OF_EACH_RANK), config.storage is not None,
         namespace.model, namespace.weights_epoch,
         namespace.kv_scales, namespace.quantisation, namespace.key_hash, namespace.ranks_share_pages,
-    )  # fmt: skip
+    )
     require_equal(ranks, "configuration", str(same))
 
 
@@ -370,7 +370,7 @@ def _require_page_size(config: HiCacheConfig, tokens: int) -> None:
 def open_storage(
     config: HiCacheConfig, namespace: Namespace, *, environ: Mapping[str, str] | None = None,
     clock: Clock = SYSTEM_CLOCK,
-) -> Storage:  # fmt: skip
+) -> Storage:
     """Open the configured store with the pages of `namespace`, without a cache. The caller closes it.
 
     Blocks until the store is open. Environment variables are read from `environ`, by default those of the process.

@@ -459,7 +459,7 @@ class HostCache(TieredCache):
         queues = replace(
             queues, load=len(self._loads), write=len(self._writes),
             host_pages_reserved=queues.host_pages_reserved + copying_pages,
-        )  # fmt: skip
+        )
         controller = replace(
             state.controller, queues=queues, loaded_pages=self._loaded_pages, written_pages=self._written_pages
         )

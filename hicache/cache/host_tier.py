@@ -154,7 +154,7 @@ class HostTier:
         self._log.warn(
             damage, "L2: page %s of %s failed verification (%s); it is removed and computed again",
             key.hex()[:8], label or "no label", damage.value,
-        )  # fmt: skip
+        )
         node.proved_until_s = -math.inf
         self._damaged[node] = tree
         self.drop_released()

@@ -102,7 +102,7 @@ class CallerWatch(OwnerThread):
             return
         self._is_warned = True
         logger.warning("poll() was not called for %.0f s, in which %d calls for requests were made, and operations "
-                       "wait for it: call it once per step, also when idle", waited_s, self.calls)  # fmt: skip
+                       "wait for it: call it once per step, also when idle", waited_s, self.calls)
 
     def refused(self, rid: str, running: Iterable[RequestKV], pages: int) -> None:
         """Note that a request found no room on L1, which has `pages` pages."""
@@ -116,7 +116,7 @@ class CallerWatch(OwnerThread):
         named = ", ".join(f"{one.rid[:_NAME_CHARS_MAX]!r} ({len(one.pages)})" for one in holding[:NAMED_MAX])
         self._log.warn("starved", "request %r has found no room on L1 for %.0f s; it has %d pages, and %d running "
                        "requests use most: %s. End each request with cache_finished_req", rid[:_NAME_CHARS_MAX],
-                       waited_s, pages, len(holding), named)  # fmt: skip
+                       waited_s, pages, len(holding), named)
 
     def forget_refusals(self, rid: str) -> None:
         """Forget the refusals of a request that has begun, or will not."""

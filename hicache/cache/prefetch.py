@@ -119,7 +119,7 @@ class Prefetcher:
     def start(
         self, rid: str, key: RadixKey, context: tracing.Context | None = None, device_pages: int = 0, *,
         at_once: bool = True,
-    ) -> bool:  # fmt: skip
+    ) -> bool:
         """Look up the pages of `key` that neither L1 nor L2 holds; queue the lookup if others are first, or without
         `at_once`. Return False if that does not pay or is not possible. `context` is the parent of its span. The first
         `device_pages` pages, which an engine has in a device cache of its own, are read only to reach later ones: L2
@@ -468,7 +468,7 @@ class Prefetcher:
         lookup = self._controller.submit_lookup(
             prefetch.key, start_page=match.pages, prior=tree.prior(match.node), call_s=prefetch.limit_s,
             context=tracing.under(prefetch.span),
-        )  # fmt: skip
+        )
         prefetch.fetch = fetch = Fetch(lookup, match.pages, match.pages, tree, self._controller.polls)
         fetch.hold_end(match)
         self._operations[lookup] = prefetch
@@ -607,7 +607,7 @@ class Prefetcher:
         node, unused = fetch.tree.insert_host(
             prefetch.key, fetch.start_page + taken, read.host_pages[taken : read.pages],
             keys := list(read.keys[taken : read.pages]), stored=self._host.are_in_storage(keys), below=fetch.anchor,
-        )  # fmt: skip
+        )
         self._host.commit(arrived, unused)
         if arrived > len(unused):
             self._share.arrive(prefetch, fetch.tree, node, arrived - len(unused))

@@ -49,7 +49,7 @@ class HiRadixCache(TieredCache):
             device.allocator, self._trees, self._l2, controller, self._counters, self.break_even,
             release_arrived=self._prefetcher.chunked.release_arrived,
             may_load=None if self._verifier is None else self._verifier.may_load,
-        )  # fmt: skip
+        )
         if self._verifier is None:  # it verifies the pages that a request is about to load
             self._prefetcher.chunked.promote = self._l1.promote
         self._prefetcher.may_have_room = self._may_have_room
@@ -158,7 +158,7 @@ class HiRadixCache(TieredCache):
         inserted = self.tree.insert(
             key, request.pages[shared:full], priority=request.priority, below=request.last_node, start_page=shared,
             uses=uses,
-        )  # fmt: skip
+        )
         if inserted.present_pages:
             self._l1.free(request.pages[shared : shared + inserted.present_pages])
             request.pages = np.concatenate((self.tree.device_pages(inserted.node), request.pages[full:]))

@@ -105,7 +105,7 @@ class EventRecorder:
         event = StoredRun(
             Medium.DEVICE, pages, keys, prior if given else b"", False, b"" if given else part, tree.page_size,
             self._origin(node, self.session_id),
-        )  # fmt: skip
+        )
         self.stream.put(event)
         if self._walk is not None:
             self._walk.added(event, tree, node)

@@ -66,16 +66,16 @@ def log_end(took_s: float, unsaved_pages: int, *, everything_ended: bool, is_aba
     """Log that a cache was closed; `is_abandoned`: not by its engine."""
     if is_abandoned:
         logger.warning("cache was not closed by its engine; closed at its end, after %.1f s: %d pages are lost. Call "
-                       "close(), or use the cache in a with statement", took_s, unsaved_pages)  # fmt: skip
+                       "close(), or use the cache in a with statement", took_s, unsaved_pages)
     elif everything_ended and unsaved_pages:
         logger.warning("cache closed after %.1f s; %d pages are lost, storage did not take them (transfer."
                        "shutdown_deadline, host.size, or a full, slow or dead store)",
-                       took_s, unsaved_pages)  # fmt: skip
+                       took_s, unsaved_pages)
     elif everything_ended:
         logger.info("cache closed after %.1f s; all queued work has ended", took_s)
     else:
         logger.warning("cache closed after %.1f s with unfinished operations: %d pages were not stored, or a call "
-                       "hangs (transfer.shutdown_deadline)", took_s, unsaved_pages)  # fmt: skip
+                       "hangs (transfer.shutdown_deadline)", took_s, unsaved_pages)
 
 
 def dropped(state: CacheStatistics) -> Counter[str]:
@@ -159,7 +159,7 @@ class CacheLog:
             "cache started: %s of %d tokens, storage %s, %s; namespace %s, %r, weights epoch %d", ", ".join(tiers),
             config.page_size, stores_of(config.storage), config.write_policy, namespace.digest.hex()[:8],
             namespace.name, state.weights_epoch,
-        )  # fmt: skip
+        )
         self._statistics = weakref.WeakMethod(statistics)
         self._drops = DropLog(lambda: dropped(self._state), look=self._look, clock=clock)
 
@@ -170,7 +170,7 @@ class CacheLog:
         before, self._state = self._state, statistics()
         if self._state.weights_epoch != before.weights_epoch:
             logger.info("new weights: epoch %d replaces %d; the cache starts empty, and storage is reopened",
-                        self._state.weights_epoch, before.weights_epoch)  # fmt: skip
+                        self._state.weights_epoch, before.weights_epoch)
 
     def close(self) -> None:
         """End the thread, after a last comparison."""

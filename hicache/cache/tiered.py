@@ -256,7 +256,7 @@ class TieredCache:
         read = ReadOperation(
             keys[start : start + count], pages, storage=controller.gate.enter(), codec=controller.host_codec,
             deadline=controller.clock() + PREFETCH_S_MAX,
-        )  # fmt: skip
+        )
         self.warming_pages += count
         return Warming(tree, key, start, read)
 

@@ -88,7 +88,7 @@ def _close_at_exit(cache: TieredCache, deadline: float) -> None:
     except AdminError:
         logger.warning("cache was not closed: its thread %s did not close it within %.1f s of the exit; %d pages are "
                        "lost. Call close(), or use the cache in a with statement",
-                       owner.name, left_s / 2, cache.count_unsaved())  # fmt: skip
+                       owner.name, left_s / 2, cache.count_unsaved())
 
 
 def _is_ours(cache: TieredCache) -> bool:

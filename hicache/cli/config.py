@@ -71,7 +71,7 @@ def config() -> None:
 @config.command(short_help="Write a ready configuration, with comments.")
 @click.argument("name", required=False)
 @click.option("-o", "--output", type=FILE, metavar="FILE",
-              help="File to create.  [default: -, standard output]")  # fmt: skip
+              help="File to create.  [default: -, standard output]")
 def init(name: str | None, output: Path | None) -> None:
     """Write the ready configuration NAME; its comments explain what to change. Without NAME, list them."""
     ready = ready_files()

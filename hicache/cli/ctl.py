@@ -50,11 +50,11 @@ _YES = click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 _NAMESPACE = click.option(
     "--namespace", metavar="HEX", type=NamespacePrefix(), callback=lambda _context, _option, value: value or "",
     help="Only namespaces whose digest starts with these digits; `namespaces` lists them.",
-)  # fmt: skip
+)
 _TOKENS = click.option(
     "--tokens", "tokens_file", metavar="FILE", type=PATH,
     help='Token ids as a JSON list, or {"ids": [...], "extra_key": ..., "cache_salt": ...}; - is standard input.',
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Session:
 @click.option("--socket", type=PATH, help="Unix socket of a daemon or an engine. Default: that of this user's daemon.")
 @click.option("--url", help="TCP address of a daemon, such as https://host:port; needs the admin token.")
 @click.option("-c", "--config", "config_file", type=FILE, help="Configuration of the daemon or engine, with its socket "
-              "and token.")  # fmt: skip
+              "and token.")
 @click.option("--token-file", type=FILE, help="File with the admin token, mode 0600.")
 @click.option("--ca-file", type=FILE, help="Authority of the daemon's certificate, PEM.")
 @click.option("--certificate", type=FILE, help="Certificate of this client, PEM, for mutual TLS.")
@@ -246,9 +246,9 @@ def unpin(session: Session, pin_id: str) -> None:
 @click.argument("keys", nargs=-1, metavar="[KEY]...")
 @_TOKENS
 @click.option("--prompts", "prompts_file", metavar="FILE", type=PATH,
-              help="One prompt per line, each as in the file of --tokens; - is standard input.")  # fmt: skip
+              help="One prompt per line, each as in the file of --tokens; - is standard input.")
 @click.option("--top", "top_bytes", type=SIZE,
-              help="The most recently used chains of the stores, up to this size, such as 20GiB.")  # fmt: skip
+              help="The most recently used chains of the stores, up to this size, such as 20GiB.")
 @_NAMESPACE
 @click.option("--rate", "rate_bytes_per_s", type=SIZE, help="Limit of bytes read per second, such as 200MiB.")
 @click.option("--dry-run", is_flag=True, help="Read no pages; print the result with enough free memory.")
@@ -257,7 +257,7 @@ def unpin(session: Session, pin_id: str) -> None:
 def warm(
     session: Session, /, *, keys: tuple[str, ...], tokens_file: Path | None, prompts_file: Path | None,
     background: bool, **entries: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Read chains from storage into free memory, so that the first requests hit: L2 of an engine, or a daemon's pool.
 
     Pass one of: KEYS, a chain of page keys, root first; --tokens or --prompts, for an engine that keys pages by tokens;

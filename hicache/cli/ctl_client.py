@@ -133,7 +133,7 @@ class AdminClient:
             headers = {**self._headers, **login, "content-length": str(len(data))}
             head = request_head(method, f"/v1/admin{path}", headers)
             status, answer = self._pool.exchange(head, [memoryview(data)] if data else [], read, deadline,
-                                                 may_repeat=method == "GET")  # fmt: skip
+                                                 may_repeat=method == "GET")
         except StoreError as error:
             why = explain(error, _OPTIONS, self._server)
             raise BackendUnavailable(f"{self.where}: {why}") from error

@@ -42,7 +42,7 @@ def tier_lines(status: Status) -> Iterator[str]:
         (tier.name, format_size(tier.capacity_bytes), format_size(tier.used_bytes),
          format_share(tier.used_bytes, tier.capacity_bytes), format_size(tier.pinned_bytes), f"{tier.pages:,}")
         for tier in status.tiers
-    ]  # fmt: skip
+    ]
     yield from table(["tier", "size>", "used>", "share>", "pinned>", "pages>"], rows)
 
 
@@ -55,7 +55,7 @@ def namespace_lines(status: Status) -> Iterator[str]:
         rows.append((
             one.namespace[:_SPACE_HEX], format_size(one.pool_bytes), quota, format_share(one.pool_hits, lookups),
             format_share(one.store_hits, lookups), str(one.weights_epoch), one.label,
-        ))  # fmt: skip
+        ))
     if not rows:
         yield "no namespaces are open; engines open them"
         return
@@ -73,7 +73,7 @@ def store_lines(status: Status) -> Iterator[str]:
          "-" if one.capacity_bytes is None else format_size(one.capacity_bytes),
          _breaker(one.read), _writes(one), f"{one.errors:,}", f"{one.damaged:,}")
         for one in status.stores
-    ]  # fmt: skip
+    ]
     yield from table(
         ["store", "namespace", "pages>", "used>", "capacity>", "read", "write", "errors>", "damaged>"], rows
     )
@@ -144,7 +144,7 @@ def quota_lines(quotas: Sequence[Quota]) -> Iterator[str]:
         (one.namespace[:_SPACE_HEX], format_size(one.quota_bytes), format_size(one.pool_bytes),
          format_share(one.pool_bytes, one.quota_bytes))
         for one in quotas
-    ]  # fmt: skip
+    ]
     yield from table(["namespace", "quota>", "used>", "share>"], rows)
 
 
@@ -158,5 +158,5 @@ def job_lines(jobs: Sequence[Job]) -> Iterator[str]:
          counted(one.progress.pages, "page") + ("" if one.progress.total is None else f" of {one.progress.total:,}"),
          str(sum(one.progress.damaged.values())), f"{one.progress.removed:,}", one.what)
         for one in jobs
-    ]  # fmt: skip
+    ]
     yield from table(["job", "state", "time>", "done>", "damaged>", "removed>", "what"], rows)

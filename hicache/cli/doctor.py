@@ -42,7 +42,7 @@ _FINDING_MIN, _LOG_LINES_MAX = 30, 5
 
 @click.command(epilog=f"Models by name: {', '.join(PRESETS)}.")
 @click.option("-c", "--config", "path", type=PATH, required=True, envvar=FILE_VARIABLE, show_envvar=True,
-              help="Configuration of an engine or of a daemon; - for standard input.")  # fmt: skip
+              help="Configuration of an engine or of a daemon; - for standard input.")
 @click.option("--set", "settings", multiple=True, metavar="ENTRY=VALUE", help="Such as host.size=4GiB.")
 @click.option("--model", metavar="NAME|PATH", help="Model to estimate whether hits pay: a name, or its config.json.")
 @click.option("--kv-dtype", type=click.Choice(sorted(DTYPE_BYTES)), help="Type of its KV.  [default: of the model]")
@@ -52,7 +52,7 @@ _FINDING_MIN, _LOG_LINES_MAX = 30, 5
 def doctor(  # noqa: PLR0917 - the options
     path: Path, settings: tuple[str, ...], model: str | None, kv_dtype: str | None, prefill: int | None,
     flags: str | None, as_json: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Check this machine and the stores of a configuration before the first request.
 
     Compares all sizes with memory, /dev/shm, devices and volumes. Opens each store as an engine does, which creates

@@ -43,7 +43,7 @@ _CONNECT_S = 1.0
 _PACKAGES = (
     "numpy", "torch", "vllm", "sglang", "redis", "botocore", "mooncake-transfer-engine",
     "mooncake-transfer-engine-non-cuda", "cryptography", "zstandard", "pydantic", "uvicorn",
-)  # fmt: skip
+)
 
 
 class Verdict(enum.StrEnum):
@@ -142,7 +142,7 @@ def versions(_: Subject) -> Iterator[Row]:
     helper = "with" if hash_pages is not None else "without"
     listed = ", ".join(f"{name} {version}" for name, version in found.items())
     yield Row("versions", Verdict.INFO, f"{listed}; {helper} the native helper; as {user_name(os.geteuid())} on "
-              f"{platform.machine()}", "", found)  # fmt: skip
+              f"{platform.machine()}", "", found)
 
 
 def user_name(user: int) -> str:
@@ -221,7 +221,7 @@ def shared_memory(subject: Subject) -> Iterator[Row]:
     else:
         who = "host.shared" if name is not None else "vLLM"
         advice = (f"lower host.size, or mount a larger /dev/shm: docker run --shm-size {-(-size // 2**30) + 1}g, or an "
-                  "emptyDir with medium: Memory")  # fmt: skip
+                  "emptyDir with medium: Memory")
         verdict = Verdict.FAIL if name is not None else Verdict.WARN
         yield Row("/dev/shm", verdict, f"{finding}; {who} needs {format_size(size)}", advice, figures)
 
@@ -239,7 +239,7 @@ def locked_memory(subject: Subject) -> Iterator[Row]:
     is_enough = limit == resource.RLIM_INFINITY or limit >= need
     advice = "" if is_enough else "ulimit -l unlimited; systemd: LimitMEMLOCK=infinity; docker: --ulimit memlock=-1"
     yield Row("memlock", Verdict.OK if is_enough else Verdict.FAIL, f"{shown}; RDMA registers {format_size(need)}",
-              advice, {"limit": limit, "needed": need})  # fmt: skip
+              advice, {"limit": limit, "needed": need})
 
 
 def device(subject: Subject) -> Iterator[Row]:
@@ -256,7 +256,7 @@ def device(subject: Subject) -> Iterator[Row]:
         needs_cuda = host.pin == "on" or l1.memory_fraction is not None
         advice = "run on a machine with a GPU, or remove host.pin and device.memory_fraction" if needs_cuda else ""
         yield Row("device", Verdict.FAIL if needs_cuda else Verdict.INFO,
-                  f"torch {torch.__version__} finds no CUDA device; L1 is then in host memory", advice)  # fmt: skip
+                  f"torch {torch.__version__} finds no CUDA device; L1 is then in host memory", advice)
     elif host.pin == "off":
         yield Row("device", Verdict.FAIL, "host.pin is off, but there is a CUDA device", "set host.pin to auto")
     for number in range(torch.cuda.device_count() if is_cuda else 0):
@@ -277,7 +277,7 @@ def gpu(cuda: Any, number: int, bus: str, need: int | None) -> Row:
         return Row(f"device cuda:{number}", Verdict.OK, finding, "", figures)
     verdict = Verdict.FAIL if need > total else Verdict.WARN
     return Row(f"device cuda:{number}", verdict, f"{finding}; L1 needs {format_size(need)}",
-               "lower device.size; weights and activations need room too", figures)  # fmt: skip
+               "lower device.size; weights and activations need room too", figures)
 
 
 def _nodes() -> str:

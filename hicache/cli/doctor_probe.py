@@ -62,7 +62,7 @@ class Measured:
         """Return the figures of the row of a store whose pages have `page_bytes` bytes."""
         found: Figures = {
             "page": page_bytes, "open_s": self.opened_s, "remove_s": self.removed_s, "left": self.left
-        }  # fmt: skip
+        }
         for name, calls in (("write", self.writes), ("read", self.reads)):
             if calls:
                 pages, seconds = calls[-1]
@@ -193,7 +193,7 @@ class StoreCheck:
             return Row(name, Verdict.FAIL, f"{problem} (errors: {', '.join(kinds) or 'none'})", advice, figures)
         if self.stop.is_set() or not measured.reads:
             return Row(name, Verdict.FAIL, "too slow: not done in time; the pages were removed",
-                       "see whether the server works, and the network", figures)  # fmt: skip
+                       "see whether the server works, and the network", figures)
         options, pages = self.part.spec.options, counted(measured.reads[-1][0], "page")
         is_cached = isinstance(options, FileStorageOptions) and not options.direct_io
         finding = (
@@ -223,7 +223,7 @@ class StoreCheck:
         figures: Figures = {"token_bytes": model.token_bytes, "prefill_max": most}
         if prefill is None:
             return Row(name, Verdict.INFO, f"{finding}; on an idle device, hits pay up to a prefill of {most:,.0f} "
-                       "tokens/s", "pass --prefill with the engine's tokens/s", figures)  # fmt: skip
+                       "tokens/s", "pass --prefill with the engine's tokens/s", figures)
         decision, wait_s = rule.would(Route.PREFETCH, tokens, pages), rule.lacking_s(Route.PREFETCH, tokens, pages)
         ratio = fetch_s * prefill / tokens
         finding += (
@@ -239,7 +239,7 @@ class StoreCheck:
             return Row(name, Verdict.OK, f"{finding}, up to a prefill of {most:,.0f} tokens/s", advice, figures)
         finding += f"; for a request that waits at least {_ms(wait_s)} for the device anyway, it pays"
         advice = ("hits of requests that wait less are computed: use a faster store, or break_even.mode: always, which "
-                  "spares the device but makes them later")  # fmt: skip
+                  "spares the device but makes them later")
         return Row(name, Verdict.WARN, finding, advice, figures)
 
 

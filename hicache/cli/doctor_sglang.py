@@ -25,11 +25,11 @@ _ALIASES = {
     "pipeline_parallel_size": "pp_size", "dp": "dp_size", "data_parallel_size": "dp_size",
     "attention_data_parallel_size": "attn_dp_size", "attention_context_parallel_size": "attn_cp_size",
     "decode_context_parallel_size": "dcp_size", "enable_hicache": "enable_hierarchical_cache",
-}  # fmt: skip
+}
 NUMBERS = {
     "page_size", "max_total_tokens", "tp_size", "pp_size", "dp_size", "attn_dp_size", "attn_cp_size", "dcp_size",
     "nnodes",
-}  # fmt: skip
+}
 _DTYPES = {"bf16": "bfloat16", "bfloat16": "bfloat16", "fp8_e5m2": "float8_e5m2", "fp8_e4m3": "float8_e4m3fn"}
 _NUMBER_MAX = 10**12
 # SGLang's default. The tree warns of pages that are shorter than the second number.
@@ -119,15 +119,15 @@ class SGLang:
         size = self.page_size
         if "page_size" in config.model_fields_set and config.page_size != size:
             yield ("page_size", Verdict.FAIL, f"{size}, but page_size is {config.page_size} in the configuration",
-                   "set both to the same number, or remove page_size")  # fmt: skip
+                   "set both to the same number, or remove page_size")
         elif size < _PAGE_TOKENS_MIN:
             yield "page_size", Verdict.WARN, f"{size}, and each page is an object in storage", "use --page-size 64"
         if self.given.get("radix_cache_backend") != "hicache":
             yield ("radix_cache_backend", Verdict.WARN, "SGLang uses its own tree, for which these rows do not hold",
-                   "add --radix-cache-backend hicache")  # fmt: skip
+                   "add --radix-cache-backend hicache")
         if "enable_hierarchical_cache" not in self.given:
             yield ("enable_hierarchical_cache", Verdict.FAIL, "is not set: SGLang does not load from host memory",
-                   "add --enable-hierarchical-cache")  # fmt: skip
+                   "add --enable-hierarchical-cache")
 
     def _sizes(self, shape: ModelShape | None) -> Row:
         tokens, ranks = self.given.get("max_total_tokens"), self.local_ranks

@@ -45,7 +45,7 @@ def certificates(subject: Subject) -> Iterator[Row]:
         # Of a chain, the first to expire counts; of authorities the last, because bundles have expired ones.
         for entry, which in (
             ("certificate", min), ("tls_cert_file", min), ("ca_file", max), ("client_ca", max), ("tls_ca_file", max)
-        ):  # fmt: skip
+        ):
             path = getattr(section, entry, None)
             if isinstance(path, Path):
                 yield _certificate(f"{name}{entry}", path, which)
@@ -73,7 +73,7 @@ def volume(name: str, options: FileStorageOptions | SharedFilesStorageOptions, u
     room = free + used_bytes - options.free_space_floor
     limits = f"capacity {'none' if options.capacity is None else format_size(options.capacity)}"
     finding = (f"{path} on {system}: {format_size(total)}, {format_size(free)} free; {limits}, free_space_floor "
-               f"{format_size(options.free_space_floor)}")  # fmt: skip
+               f"{format_size(options.free_space_floor)}")
     figures: Figures = {"total": total, "free": free, "room": max(0, room), "system": system}
     verdict, advice = Verdict.OK, ""
     if room <= 0:
@@ -130,7 +130,7 @@ def _of_s3(name: str, options: S3StorageOptions) -> Iterator[Row]:
         pool.close()
     is_good = abs(skew_s) <= _SKEW_S_MAX
     yield Row(f"{name} clock", Verdict.OK if is_good else Verdict.FAIL, f"{skew_s:+.0f} s against the server's",
-              "" if is_good else "set the clock of this machine", {"skew": skew_s})  # fmt: skip
+              "" if is_good else "set the clock of this machine", {"skew": skew_s})
     if not access.is_directory:  # such buckets have no versions
         with contextlib.closing(S3Client(access)) as client:
             yield _versions(name, client)
@@ -144,7 +144,7 @@ def _versions(name: str, client: S3Client) -> Row:
     if status != "Enabled":
         return Row(f"{name} versions", Verdict.OK, "the bucket keeps no versions of removed pages")
     return Row(f"{name} versions", Verdict.WARN, "the bucket keeps versions of the pages that clear, capacity and "
-               "max_age remove", "suspend versioning, or expire noncurrent versions (docs/backends/s3.md)")  # fmt: skip
+               "max_age remove", "suspend versioning, or expire noncurrent versions (docs/backends/s3.md)")
 
 
 def _date(link: Connection, reply: Head, deadline: float) -> str:
@@ -168,4 +168,4 @@ def daemon(name: str, options: RemoteStorageOptions) -> Row:
     user = None if options.url is not None else daemon_user(Path(access.where))
     finding = f"HiCache {version}, instance {status.get('instance')}, {status.get('state')}, at {access.where}"
     return Row(f"{name} daemon", Verdict.OK, finding + ("" if user is None else f", of {user}"), "",
-               {"version": version, "instance": status.get("instance")})  # fmt: skip
+               {"version": version, "instance": status.get("instance")})

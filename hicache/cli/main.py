@@ -196,7 +196,7 @@ def _keep_traceback(error: Exception) -> str:
     lines = "".join(traceback.format_exception(error))
     try:
         with tempfile.NamedTemporaryFile("w", prefix="hicache-traceback-", suffix=".txt", delete=False,
-                                         encoding="utf-8", errors="backslashreplace") as file:  # fmt: skip
+                                         encoding="utf-8", errors="backslashreplace") as file:
             file.write(lines)
     except OSError:
         click.echo(printable(lines), err=True)

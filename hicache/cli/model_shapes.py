@@ -57,7 +57,7 @@ PRESETS: Mapping[str, Preset] = {
         description="DeepSeek-V3 (MLA): 61 layers, a latent of 512 and 64 rotary dims",
         layers=61, heads=1, head_dim=576, layout=KVLayout.MLA,
     ),
-}  # fmt: skip
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def model_shape(named: str, dtype: str | None = None, *, ranks: int = 1) -> Mode
         return _shape(model_label(str(path.absolute().parent)), _geometry(json.loads(data), dtype), ranks)
     except (AttributeError, KeyError, TypeError, ValueError, ZeroDivisionError, RecursionError) as error:
         raise ConfigError(f"model {named[:200]!r}: its configuration does not describe attention; name one of "
-                          f"{', '.join(PRESETS)}") from error  # fmt: skip
+                          f"{', '.join(PRESETS)}") from error
 
 
 def _shape(name: str, geometry: KVGeometry, ranks: int) -> ModelShape:
@@ -95,7 +95,7 @@ def _read(path: Path) -> bytes:
             return file.read(_FILE_BYTES_MAX)
     except OSError as error:
         raise ConfigError(f"model {str(path)[:200]!r}: is neither a file that can be read nor one of "
-                          f"{', '.join(PRESETS)}") from error  # fmt: skip
+                          f"{', '.join(PRESETS)}") from error
 
 
 def _geometry(model: Mapping[str, Any], dtype: str | None) -> KVGeometry:

@@ -17,7 +17,7 @@ from .log_options import log_options, start_log
 
 @click.command()
 @click.option("-c", "--config", "path", type=FILE, required=True, envvar=FILE_VARIABLE, show_envvar=True,
-              help="Configuration file.")  # fmt: skip
+              help="Configuration file.")
 @click.option("--set", "settings", multiple=True, metavar="ENTRY=VALUE", help="Such as daemon.pool=8GiB.")
 @log_options
 def serve(path: Path, settings: tuple[str, ...], **log: Any) -> None:

@@ -226,7 +226,7 @@ class Removal:
     def _run(
         self, places: Sequence[tuple[StorePart, str]], steps: Callable[..., Iterator[RemovalProgress]], title: str,
         seen: Sequence[int] | None,
-    ) -> list[tuple[str, RemovalProgress]]:  # fmt: skip
+    ) -> list[tuple[str, RemovalProgress]]:
         """Visit the parts; `seen` are the page counts of a dry run, or None."""
         done: list[tuple[str, RemovalProgress]] = []
         for number, (one, prefix) in enumerate(places):

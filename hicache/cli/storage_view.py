@@ -178,7 +178,7 @@ def _list_pages(
             documents.append({
                 "namespace": space, "key": key, "parent": parent_hex, "bytes": page.bytes, "used": page.used_s,
                 "damaged": header is None,
-            })  # fmt: skip
+            })
             continue
         behind = "damaged" if header is None else (parent_hex or "-")[:12]
         used = "unknown" if page.used_s is None else f"{format_age(max(0.0, now_s - page.used_s))} ago"
@@ -199,7 +199,7 @@ def _stat_json(part: StorePart, found: StoreSurvey) -> dict[str, Any]:
             "heads": chains.heads(), "tails": chains.tails(), "orphans": chains.orphans(),
             "damaged": found.pages - len(chains),
         }),
-    }  # fmt: skip
+    }
 
 
 def _stat_lines(part: StorePart, found: StoreSurvey) -> Iterator[str]:

@@ -48,7 +48,7 @@ PART = click.option("--part", metavar="NAME", help="Only this part of a composed
 NAMESPACE = click.option(
     "--namespace", metavar="HEX", type=NamespacePrefix(), callback=lambda _context, _option, value: value or "",
     help="Only namespaces whose digest starts with these digits; `ls` lists them.",
-)  # fmt: skip
+)
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the pages and bytes, and change nothing.")
 _MAC_KEYS = click.option(
     "--mac-key-file", "mac",
@@ -56,13 +56,13 @@ _MAC_KEYS = click.option(
     multiple=True,
     help="File with the MAC key of the pages; twice during a key change. Without it, only the headers of such pages "
     "are checked.",
-)  # fmt: skip
+)
 _ENCRYPTION_KEYS = click.option(
     "--encryption-key-file", "encryption",
     type=PATH,
     multiple=True,
     help="The same for encrypted pages.",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,4 +209,4 @@ def _scrub_json(part: StorePart, last: ScrubProgress) -> dict[str, Any]:
              "note": found.note, "path": None if (path := _path(part, found)) is None else str(path)}
             for found in last.findings
         ],
-    }  # fmt: skip
+    }

@@ -107,7 +107,7 @@ def load_config(
     problems: list[_Problem] = []
     in_file = _file_entries(*_file_of(path, environ), problems)
     flags = [_Entry(tuple(name.split(".")), _scalar(text), f"flag --set {shown(name)}")
-             for name, text in sorted(overrides.items())]  # fmt: skip
+             for name, text in sorted(overrides.items())]
     entries = _merged([in_file, _environ_entries(environ, in_file, flags, problems), flags], problems)
     config: HiCacheConfig | None = None
     try:
@@ -159,7 +159,7 @@ def _merged(sources: Iterable[Sequence[_Entry]], problems: list[_Problem]) -> _E
     for source in sources:
         replaced = _replaced({entry.path: entry.value for entry in source}, merged)
         merged = {path: known for path, known in merged.items()
-                  if not any(path[:end] in replaced for end in range(len(path), 0, -1))}  # fmt: skip
+                  if not any(path[:end] in replaced for end in range(len(path), 0, -1))}
         for entry in source:
             _put(entry, merged, problems)
     return merged
@@ -408,7 +408,7 @@ def _environ_entries(
         entries.pop(secret, None)
     ignored = [name for name, entry in entries.items()
                if len(entry.path) == 1 and entry.path[0] not in HiCacheConfig.model_fields
-               and removed(entry.path) is None]  # fmt: skip
+               and removed(entry.path) is None]
     for name in ignored:
         del entries[name]
     if ignored:
@@ -430,7 +430,7 @@ def _warn_of_ignored(variables: tuple[str, ...]) -> None:
     _log.warning(
         "environment variables that are not entries of the configuration are ignored: %s%s",
         ", ".join(shown_names), f" and {more} more" if more else "",
-    )  # fmt: skip
+    )
 
 
 def _scalar(text: str) -> Any:

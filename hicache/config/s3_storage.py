@@ -119,7 +119,7 @@ class S3StorageOptions(ServerOptions):
     def _check(self) -> S3StorageOptions:
         for name, url, ports in (
             ("endpoint_url", self.endpoint_url, HTTP_PORTS), ("proxy", self.proxy, PROXY_PORTS),
-        ):  # fmt: skip
+        ):
             try:
                 if url is not None:
                     split_url(url, ports)

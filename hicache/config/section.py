@@ -59,7 +59,7 @@ class Section(BaseModel):
     alternatives: ClassVar[tuple[tuple[str, ...], ...]] = ()
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, hide_input_in_errors=True,
-                              ser_json_inf_nan="constants")  # fmt: skip
+                              ser_json_inf_nan="constants")
 
     def __init__(self, **entries: Any) -> None:
         try:

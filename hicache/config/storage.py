@@ -246,7 +246,7 @@ def _storage_kind(value: Any) -> str:
 StorageConfig: TypeAlias = (
     FileStorage | SharedFilesStorage | RedisStorage | S3Storage | MooncakeStorage | RemoteStorage | LevelsStorage
     | ShardedStorage | PluginStorage
-)  # fmt: skip
+)
 AnyStorage: TypeAlias = Annotated[
     Annotated[FileStorage, Tag("file")]
     | Annotated[SharedFilesStorage, Tag("shared_files")]

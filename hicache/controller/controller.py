@@ -249,7 +249,7 @@ class HiCacheController:
     def submit_lookup(
         self, key: RadixKey, *, start_page: int, prior: bytes | PageChain, call_s: float,
         context: tracing.Context | None = None,
-    ) -> LookupOperation:  # fmt: skip
+    ) -> LookupOperation:
         """Look up how many pages of `key` from `start_page` on storage has. `call_s` limits each call of the store,
         also of a later read; `context` is the parent of the spans of both.
 
@@ -258,7 +258,7 @@ class HiCacheController:
         lookup = LookupOperation(
             key, start_page, prior, storage=self.gate.enter(), deadline=self.clock() + PREFETCH_S_MAX, call_s=call_s,
             context=context,
-        )  # fmt: skip
+        )
         self._prefetches[lookup] = None
         self._submitted["prefetches"] += 1
         self._storage.submit(lookup)
@@ -272,7 +272,7 @@ class HiCacheController:
         read = ReadOperation(
             keys, pages, storage=self.gate.enter(), codec=self.host_codec, deadline=self.clock() + PREFETCH_S_MAX,
             call_s=found.call_s, context=found.context,
-        )  # fmt: skip
+        )
         self._prefetches[read] = None
         self.read_pages += len(pages)
         self._storage.submit(read)
@@ -492,7 +492,7 @@ class HiCacheController:
             },
             ranks=None if self._agreement is None else self._agreement.statistics(),
             touched_pages=self._storage.touched_pages,
-        )  # fmt: skip
+        )
 
     def close(self, timeout_s: float) -> bool:
         """Finish the queued copies and stores within `timeout_s`, then end all threads. Blocks.

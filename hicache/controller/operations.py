@@ -173,4 +173,4 @@ class Acks:
         return bool(
             self.written or self.loaded or self.found or self.read or self.stored or self.lost
             or self.failed_backups or self.failed_loads or self.fault
-        )  # fmt: skip
+        )

@@ -85,7 +85,7 @@ class TorchRankGroup:
     def __init__(
         self, group: Reducer, options: RanksConfig | None = None, *, device: torch.device | str = "cpu",
         clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._clock = clock
         self._deadline_s = instance_or_new("options", options, RanksConfig).deadline
         self.rank = group.rank()

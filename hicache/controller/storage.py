@@ -181,7 +181,7 @@ class StorageExecutor:
             self.pools[kind] = self._workers(
                 name, threads, handle=handle, fail=_fail, acknowledge=self._finished.put,
                 patience_s=config.storage_deadline + STUCK_GRACE_S, clock=self._clock,
-            )  # fmt: skip
+            )
 
     def replace(self, open_backend: OpenBackend | None) -> None:
         """Retire the backend in use, if any, and open another one (None: none). Does not block."""

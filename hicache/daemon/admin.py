@@ -109,7 +109,7 @@ class NodeAdmin:
                 f"{store or '*'}/{way.value}": mode
                 for (way, store), mode in self._node.storage.overrides.modes.items()
             },
-        )  # fmt: skip
+        )
 
     def memory_places(self, request: LookupRequest, deadline: float) -> MemoryPlaces:
         """See AdminTarget."""
@@ -150,7 +150,7 @@ class NodeAdmin:
             raise AdminError(
                 "unsupported", "a daemon does not know how engines hash tokens: pass page keys or --top, or use an "
                 "engine's socket",
-            )  # fmt: skip
+            )
         if not self._node.pool.capacity_bytes:
             raise AdminError("unsupported", "warm: this daemon has no pool; set daemon.pool and restart")
         return chain
@@ -209,7 +209,7 @@ class NodeAdmin:
         return PinStatus(
             id=name, namespace=pin.namespace.digest, pages=min(pin.pages, present), asked_pages=len(pin.keys),
             expires_in_s=max(0.0, pin.expires_s - self.clock()),
-        )  # fmt: skip
+        )
 
     def _end(self, name: str) -> None:
         """End a pin: its pages may be evicted unless another pin has them. REQUIRES: the lock is held."""
@@ -249,7 +249,7 @@ class NodeAdmin:
                 pool_bytes=self._node.pool.space_bytes(spaces[digest]) if digest in spaces else 0,
             )
             for digest, quota_bytes in self._node.quotas.items()
-        ]  # fmt: skip
+        ]
 
     def set_quota(self, namespace: str, quota_bytes: int | None) -> None:
         """See AdminTarget. A namespace that is not open yet needs its whole digest."""

@@ -84,7 +84,7 @@ def create_app(node: Node, staging: Staging, history: History, access: AdminAcce
         title="HiCache daemon", version=__version__, docs_url=None, redoc_url=None, openapi_url="/openapi.json",
         summary="Batches of KV pages between the engines of a node and its stores.",
         responses={status: {"model": ErrorAnswer} for status in (400, 422)},  # of all routes, also added ones
-    )  # fmt: skip
+    )
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(InvalidInput, _misused)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -143,7 +143,7 @@ def _add_probes(app: FastAPI, node: Node, counting: ThreadPoolExecutor) -> None:
             DegradedStore(store=one.store, state=one.health.state, since_s=one.health.since_s or 0.0,
                           cause=one.health.cause, advice=one.health.advice)
             for one in (await _on(counting, node.statistics)).problems()
-        ]  # fmt: skip
+        ]
         return State(state="degraded" if problems else "ready", problems=problems)
 
     @app.get("/statusz", tags=["probes"])
@@ -199,7 +199,7 @@ def _add_memory(app: FastAPI, node: Node) -> None:
         asked = MemoryRequest(
             name, body.frame_bytes, body.pages,
             (body.device or 0, body.inode or 0) if is_known else None, bytes.fromhex(body.shape or ""),
-        )  # fmt: skip
+        )
         mapping = await _on(threads, lambda: node.memories.attach(asked, deadline))
         return MemoryAttached(instance=node.instance, mapping=mapping.id)
 
@@ -214,7 +214,7 @@ def _add_bodies(app: FastAPI, node: Node, staging: Staging) -> None:
     path = "/v1/namespaces/{namespace}"
 
     @app.post(f"{path}/read", tags=["pages"], response_class=Response,
-              responses={**_REFUSALS, 200: {"content": _OCTETS}})  # fmt: skip
+              responses={**_REFUSALS, 200: {"content": _OCTETS}})
     async def read(namespace: NamespacePath, body: LookupRequest) -> Response:
         """Read pages: one byte per key for its outcome (`H` hit, `M` miss, `C` corrupt, `E` error), then the frames of
         the hits in order."""
@@ -222,12 +222,12 @@ def _add_bodies(app: FastAPI, node: Node, staging: Staging) -> None:
         return PagesAnswer(node, node.find(namespace), staging, keys, deadline)
 
     @app.post(f"{path}/write", tags=["pages"], responses=_REFUSALS,
-              openapi_extra={"requestBody": {"required": True, "content": _OCTETS}})  # fmt: skip
+              openapi_extra={"requestBody": {"required": True, "content": _OCTETS}})
     async def write(
         namespace: NamespacePath, request: Request, keys: Annotated[int, Query(ge=1, le=KEYS_MAX)],
         timeout_s: Annotated[Timeout, Query()], parent: Annotated[Digest | None, Query()] = None,
         copies: Annotated[bool, Query()] = False,
-    ) -> SetOutcomes:  # fmt: skip
+    ) -> SetOutcomes:
         """Store pages. The body is the keys, 32 bytes each, then their frames. From the first damaged frame on, pages
         are not stored. `copies` of pages of another store keep their time of storing, even if that has expired."""
         found, deadline = node.find(namespace), _deadline(node, timeout_s)

@@ -168,7 +168,7 @@ class Connection(PeerProtocol):
         retry = b"retry-after: %d\r\n" % refusal.retry_after_s if refusal.retry_after_s else b""
         head = b"HTTP/1.1 %d Refused\r\ncontent-type: application/json\r\ncontent-length: %d\r\n" % (
             refusal.status, len(body),
-        )  # fmt: skip
+        )
         self.transport.write(head + retry + b"connection: close\r\n\r\n" + body)
         self.transport.close()
         self._limit_time(self._shared.config.client_timeout, "answer_timeout")

@@ -138,7 +138,7 @@ class History:
                 {"kind": fault.kind.value, "namespace": fault.namespace, "store": fault.store, "detail": fault.detail,
                  "count": fault.count, "first": fault.first, "last": fault.last}
                 for fault in reversed(self._faults)
-            ]  # fmt: skip
+            ]
         return {"sample_s": SAMPLE_S, "columns": list(Sample._fields), "rows": rows, "faults": faults}
 
     def _keep(self, samples: Iterable[Sample], time_s: float) -> None:
@@ -192,7 +192,7 @@ def _reason(statistics: NodeStatistics, label: str, name: str, direction: str) -
         for namespace in statistics.namespaces if namespace.label == label
         for store in namespace.stores if store.name == name and store.guard is not None
         for way, breaker in store.guard.breakers.items() if way == direction and breaker.reason
-    )  # fmt: skip
+    )
     return next(reasons, "unknown")
 
 
@@ -212,4 +212,4 @@ def _sample(statistics: NodeStatistics, gained: _Totals, time_s: float, seconds:
     return Sample(
         time_s, seconds, sums["pool"], sums["shared"], sums["store"], sums["missed"], sums["sent"], sums["received"],
         sums["read"], sums["written"], statistics.pool.used_bytes, statistics.in_flight_requests,
-    )  # fmt: skip
+    )

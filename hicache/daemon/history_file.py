@@ -74,7 +74,7 @@ class HistoryFile:
         except OSError as error:
             if not self._has_failed:
                 logger.warning("daemon: %s cannot be written, so a restart clears the page's plots: %s",
-                               self._path, error.strerror)  # fmt: skip
+                               self._path, error.strerror)
             self._has_failed = True
         else:
             self._has_failed = False

@@ -146,7 +146,7 @@ class Memories:
             raise Refused(
                 409, ErrorKind.BAD_REQUEST,
                 f"memory: its frames have {request.frame_bytes} bytes, those of the namespace {frame_bytes}",
-            )  # fmt: skip
+            )
         if numbers and not 0 <= min(numbers) <= max(numbers) < request.pages:
             raise Refused(422, ErrorKind.BAD_REQUEST, f"frames: a number is not below {request.pages}")
         if len(set(numbers)) != len(numbers):

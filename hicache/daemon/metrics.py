@@ -77,7 +77,7 @@ DAEMON_METRICS: tuple[MetricSpec[NodeStatistics], ...] = (
     MetricSpec("daemon_pool_evicted_pages_total", "Pages evicted from the pool.", (),
                lambda n: n.pool.evicted,
                "Near the admitted pages while pool hits are rare: the pool is too small."),
-)  # fmt: skip
+)
 
 _COPIES: tuple[MetricSpec[NamespaceStatistics], ...] = copy_metrics(
     lambda s: s.copies, *["As for an engine that has the composition itself."] * 2
@@ -109,7 +109,7 @@ NAMESPACE_METRICS: tuple[MetricSpec[NamespaceStatistics], ...] = (
     MetricSpec("daemon_namespace_quota_bytes", "The quota of a namespace; absent without one.", (),
                lambda s: s.quota_bytes, "Set by `hicache ctl quota`."),
     *_COPIES,
-)  # fmt: skip
+)
 
 
 def daemon_collector(statistics: Callable[[], NodeStatistics]) -> Collector:

@@ -41,7 +41,7 @@ class ServedNamespace:
     def __init__(
         self, wire: FrameCodec, store: SharedStore, space: PoolSpace, *, weights_epoch: int, label: str, threads: int,
         clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.digest = wire.namespace.hex()
         self.wire = wire
         self.store = store

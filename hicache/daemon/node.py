@@ -129,7 +129,7 @@ class Node:
             with self._changed:
                 self._namespaces[digest] = made
             logger.info("namespace %s (%s): opened, pages of %s", digest[:8], made.label or "no label",
-                        format_size(made.wire.frame_bytes))  # fmt: skip
+                        format_size(made.wire.frame_bytes))
             return made
 
     def _wait_for_store(self, namespace: ServedNamespace, deadline: float) -> None:

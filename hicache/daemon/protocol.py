@@ -42,7 +42,7 @@ def _raw_keys(keys: Any) -> Any:
 Keys: TypeAlias = Annotated[
     list[bytes], BeforeValidator(_raw_keys),
     WithJsonSchema({"type": "array", "maxItems": KEYS_MAX, "items": {"type": "string", "pattern": _HEX_64}}),
-]  # fmt: skip
+]
 Timeout: TypeAlias = Annotated[float, Field(gt=0, le=TIMEOUT_S_MAX)]
 Frames: TypeAlias = Annotated[list[Annotated[int, Field(ge=0, lt=1 << 40)]], Field(max_length=KEYS_MAX)]
 

@@ -17,7 +17,7 @@ RELOADED = frozenset({
     "daemon.hosts", "daemon.token_file", "daemon.token_env", "daemon.admin_token_file", "daemon.admin_token_env",
     "daemon.namespaces_max", "daemon.connections_max", "daemon.client_timeout", "daemon.drain_timeout", "logging.level",
     "logging.format",
-})  # fmt: skip
+})
 # The entries of a guard, anywhere in `storage`.
 _OVERRIDES = (".guard.read", ".guard.write")
 
@@ -39,7 +39,7 @@ def apply(node: Node, new: HiCacheConfig) -> tuple[list[str], list[str]]:
         check_backend(new.storage.type, new.storage.options)
     now, later = changed_entries(node.config, new)
     values = {name.rpartition(".")[2]: getattr(new.daemon, name.rpartition(".")[2])
-              for name in now if name.startswith("daemon.")}  # fmt: skip
+              for name in now if name.startswith("daemon.")}
     daemon = node.config.daemon.model_copy(update=values)
     updates: dict[str, Any] = {"daemon": daemon, "logging": new.logging}
     if any(name.endswith(_OVERRIDES) for name in now) and not any(name.startswith("storage.") for name in later):

@@ -109,7 +109,7 @@ class Server:
             node.calls,
             ThreadPoolExecutor(config.connections_max, thread_name_prefix="hicache-body"),
             staging.piece_max() + KEYS_MAX * 32,
-        )  # fmt: skip
+        )
         self._shared.uvicorn.load()
 
     async def run(self) -> None:
@@ -129,7 +129,7 @@ class Server:
             address = self._shared.config.address
             if address is not None:
                 kind = Listener(False, is_loopback(address.host), self._tls is not None,
-                                self._shared.config.tls.client_ca is not None)  # fmt: skip
+                                self._shared.config.tls.client_ca is not None)
                 tcp = undo.enter_context(await asyncio.to_thread(_tcp_socket, address.host, address.port))
                 tls = None if self._tls is None else self._tls.value
                 self._listeners.append(await self._listen(kind, tcp.dup(), tls))
@@ -166,7 +166,7 @@ class Server:
         return await asyncio.get_running_loop().create_server(
             lambda: Connection(self._shared, kind), sock=sock, ssl=tls, backlog=BACKLOG,
             ssl_handshake_timeout=self._shared.config.client_timeout if tls else None,
-        )  # fmt: skip
+        )
 
     async def _renew(self) -> None:
         """Use the tokens and certificates whose files have changed. Listen with other certificates; connections stay. A
@@ -231,7 +231,7 @@ class Server:
         while True:
             for name in await loop.run_in_executor(None, self._node.memories.tend):
                 logger.warning("memory %s: its engine died; the memory was unmapped, and its file removed unless "
-                               "host.shared.keep is set", name)  # fmt: skip
+                               "host.shared.keep is set", name)
                 self._history.note(FaultKind.CLIENT, name)
             if self._node.clock() - sampled_s >= SAMPLE_S:
                 sampled_s = self._node.clock()
@@ -317,7 +317,7 @@ def _tcp_socket(host: str, port: int) -> socket.socket:
     """Return a listening socket. Raises ConfigError."""
     try:
         return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET,
-                                    backlog=BACKLOG)  # fmt: skip
+                                    backlog=BACKLOG)
     except OSError as error:
         reason = os.strerror(error.errno) if error.errno and error.errno > 0 else error.strerror  # of a name's look-up
         raise ConfigError(

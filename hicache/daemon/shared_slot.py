@@ -43,11 +43,11 @@ class SharedSlot(Slot[SharedEntry]):
     def __init__(
         self, codec: FrameCodec, *, overrides: Overrides | None = None, log: LimitedLog | None = None,
         changed: Callable[[], object] = lambda: None, clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(
             self._make_entry, name=f"namespace {codec.namespace.hex()[:8]}: its store", user="it",
             overrides=overrides, log=log, changed=changed, clock=clock,
-        )  # fmt: skip
+        )
         self._codec = codec
         self._totals = threading.Lock()
         self._entered: list[SharedEntry] = []  # all stores whose counts are not in `_ended`

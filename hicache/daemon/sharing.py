@@ -49,7 +49,7 @@ class SharedStore(StoreGroup):
     def __init__(
         self, codec: FrameCodec, pool: DaemonPool, inner: Storage | None, *, label: str = "",
         slot: SharedSlot | None = None, clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._counted = Calls(codec.frame_bytes, clock)
         super().__init__(codec, self._counted)
         self._clock = clock
@@ -239,7 +239,7 @@ class _Read:
     def __init__(
         self, store: SharedStore, attached: Attached, call: Call, keys: Sequence[bytes],
         pages: Sequence[PageBuffer], *, is_warmup: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._store = store
         self._pool, self._space = store._pool, store._space
         self._inner, self._flights = attached.backend, attached.reads
@@ -315,7 +315,7 @@ class _Read:
                 entry = self._store.pages.admit(
                     flight.key, self._pages[position], parent_of(self._pages[position]),
                     since=self._since, deletions=self._deletions, is_wanted=self._is_warmup or bool(flight.waiters),
-                )  # fmt: skip
+                )
             leads.popleft()
             self._land(position, flight, answer, entry)
 
@@ -384,7 +384,7 @@ class _Write:
     def __init__(
         self, store: SharedStore, attached: Attached, call: Call, keys: Sequence[bytes],
         pages: Sequence[PageBuffer], parent: bytes | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._store = store
         self._pool, self._space = store._pool, store._space
         self._inner, self._flights = attached.backend, attached.writes
@@ -449,7 +449,7 @@ class _Write:
         key = self._keys[position]
         entry = self._pool.reserve(
             self._space, key, since=self._since, deletions=self._deletions, is_wanted=True
-        )  # fmt: skip
+        )
         if entry is None:
             return SetOutcome.REJECTED
         if not self._store.pages.fill(entry, self._pages[position], self._parents[position]):

@@ -183,14 +183,14 @@ def _part(event: Stored, page: PageBlocks, key: bytes, page_parent: bytes | None
     return BlocksStored(
         event.medium, tuple(hashes[known:]), parent, page.tokens[known * size * TOKEN_BYTES :], size,
         page.extra_keys[known:], page.labels, (key,), page_parent, event.page_size,
-    )  # fmt: skip
+    )
 
 
 def _continues(before: BlocksStored, part: BlocksStored) -> bool:
     """True if the blocks of `part` follow those of `before` in one event."""
     same = (part.block_tokens, part.labels, bool(part.tokens)) == (
         before.block_tokens, before.labels, bool(before.tokens),
-    )  # fmt: skip
+    )
     return same and bool(before.hashes and part.hashes) and part.parent == before.hashes[-1]
 
 

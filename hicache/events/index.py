@@ -149,7 +149,7 @@ class PrefixIndex:
         return Counter(
             {medium: pages for medium, bit in _BITS.items()
              if (pages := sum(counted[media] for media in range(8) if media & bit))}
-        )  # fmt: skip
+        )
 
     def check(self) -> None:
         """Raise InvariantError if an invariant of the module does not hold."""

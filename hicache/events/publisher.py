@@ -84,7 +84,7 @@ class EventPublisher:
     def __init__(
         self, stream: EventStream, config: EventsConfig, curve: CurveKeys | None = None, *, given_keys: bool = False,
         clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if config.endpoint is None:
             raise ConfigError("events.endpoint: is not set; set an address, such as tcp://127.0.0.1:5557")
         require_private(config, curve)
@@ -133,7 +133,7 @@ class EventPublisher:
             alive=self._thread.is_alive(), batches=self._sequence - self._origin, events=counts["events"],
             slow=counts["slow"], gaps=self._reader.gaps, replays=counts["replays"],
             refused=counts["malformed"] + self._listed.refused, errors=dict(self._errors),
-        )  # fmt: skip
+        )
 
     def close(self, timeout_s: float = 5.0) -> bool:
         """Send the remaining events, then stop. Idempotent. Blocks for up to `timeout_s`.

@@ -100,7 +100,7 @@ class EventStream:
         return StreamStatistics(
             events=self._next, dropped=self._oldest, snapshots=self._snapshots, held_events=self._next - self._oldest,
             held_bytes=self._held_bytes, readers=len(self._readers),
-        )  # fmt: skip
+        )
 
     def check(self) -> None:
         """Raise InvariantError if the invariant of the module does not hold. Scheduler thread."""

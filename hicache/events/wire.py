@@ -119,7 +119,7 @@ def _to_wire(event: Event | BlockEvent, form: WireForm) -> msgspec.Struct:
         origin.lora_id, medium, origin.lora_name, _extra_keys(event, own.seed, form),
         cache_salt=origin.cache_salt if form.tenants else None,
         session_id=origin.session_id if form.tenants else None, hicache=own,
-    )  # fmt: skip
+    )
 
 
 def _blocks_to_wire(event: BlocksStored, joined: bytes, medium: str, form: WireForm) -> msgspec.Struct:
@@ -130,7 +130,7 @@ def _blocks_to_wire(event: BlocksStored, joined: bytes, medium: str, form: WireF
         event.block_tokens, labels.lora_id, medium, labels.lora_name,
         [None if keys is None else list(keys) for keys in event.extra_keys], GROUP, labels.spec_kind,
         labels.sliding_window, hicache=_OwnOfBlocks(joined, event.page_parent, page_size=event.page_tokens),
-    )  # fmt: skip
+    )
 
 
 def key_hashes(keys: bytes) -> list[int]:

@@ -69,7 +69,7 @@ STORAGE_METRICS: tuple[MetricSpec[EngineStorageStatistics], ...] = (
     MetricSpec("storage_open_failures_total", "Failed attempts to open storage.", (),
                lambda s: s.open_failures, "Rises while the server is down. The log has the error."),
     *_COPIES,
-)  # fmt: skip
+)
 
 
 def storage_collector(statistics: Callable[[], EngineStorageStatistics]) -> Collector:
@@ -125,7 +125,7 @@ class EngineGate(StorageGate):
         of the whole store, which the first pool reports.
         """
         copies = {_named(name, pool): one for backend in self.slot.open_backends()
-                  for name, one in copies_of(backend).items()}  # fmt: skip
+                  for name, one in copies_of(backend).items()}
         store = self.slot.store
         if not pool or store is None:
             stores = self.slot.leaves()
@@ -227,7 +227,7 @@ class EngineStorage:
         return all([
             gate.close(max(0.0, ends_s - self._clock()), calls_ended=ended)
             for gate, ended in zip(gates, idle, strict=True)
-        ])  # fmt: skip
+        ])
 
     def call(
         self,
@@ -274,14 +274,14 @@ class PoolStorage:
         return self._owner.call(
             self._gate, Direction.READ, deadline, 0,
             lambda store, until: store.batch_exists(keys, deadline=until),
-        )  # fmt: skip
+        )
 
     def has(self, keys: Sequence[bytes], deadline: float | None = None) -> list[bool]:
         """Return for each of `keys` whether it is stored; see `batch_has`."""
         return self._owner.call(
             self._gate, Direction.READ, deadline, [False] * len(keys),
             lambda store, until: store.batch_has(keys, deadline=until),
-        )  # fmt: skip
+        )
 
     def read(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float | None = None
@@ -291,7 +291,7 @@ class PoolStorage:
             self._gate, Direction.READ, deadline, [GetOutcome.ERROR] * len(keys),
             lambda store, until: store.batch_get(keys, pages, deadline=until),
             lambda outcomes: GetOutcome.ERROR not in outcomes,
-        )  # fmt: skip
+        )
 
     def write(
         self,
@@ -305,7 +305,7 @@ class PoolStorage:
             self._gate, Direction.WRITE, deadline, [SetOutcome.ERROR] * len(keys),
             lambda store, until: store.batch_set(keys, pages, parent=parent, deadline=until),
             lambda outcomes: all(outcome.is_stored for outcome in outcomes),
-        )  # fmt: skip
+        )
 
     def clear(self, deadline: float | None = None) -> int:
         """Remove all pages of the namespace, for all engines that use it; return their number."""

@@ -123,7 +123,7 @@ class Namespace:
             "model", "weights_epoch", "kv_scales", "pp_rank", "pp_size", "cp_rank", "cp_size", "dcp_rank", "dcp_size",
             "element_order", "engine_layout", "quantisation", "key_hash",
             *(() if self.ranks_share_pages else ("tp_rank", "tp_size")),
-        ]  # fmt: skip
+        ]
         return [("format_version", str(FORMAT_VERSION).encode()), *_texts(self, names)]
 
     @property

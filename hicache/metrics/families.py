@@ -197,7 +197,7 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
     MetricSpec("rank_wait_seconds", "Waiting time of this rank for the slowest, in each step.", (),
                lambda s: None if s.controller.ranks is None else s.controller.ranks.wait,
                "The rank that waits least is the slow one.", True),
-)  # fmt: skip
+)
 
 
 def cache_collector(statistics: Callable[[], CacheStatistics | None]) -> Collector:

@@ -29,7 +29,7 @@ LABELS = frozenset({
     "tier", "backend", "direction", "reason", "outcome", "queue", "worker", "route", "verb", "state", "source",
     "operation", "status", "listener", "namespace", "label", "weights_epoch",
     "version", "python", "torch", "native", "page_format",
-})  # fmt: skip
+})
 S = TypeVar("S")
 # Without labels: a value, or None if it is unknown. With one label: a mapping from its values; with several: from
 # tuples of their values. The value of a histogram is a `LatencyStatistics` or a `HistogramStatistics`.
@@ -60,7 +60,7 @@ class MetricSpec(NamedTuple, Generic[S]):
         """Return the family of some snapshots, each with its values of the labels `outer`, which come first."""
         kinds: dict[str, Any] = {
             "counter": CounterMetricFamily, "histogram": HistogramMetricFamily, "gauge": GaugeMetricFamily,
-        }  # fmt: skip
+        }
         family = kinds[self.kind](f"hicache_{self.name}", self.help, labels=(*outer, *self.labels))
         for prefix, snapshot in snapshots:
             values = self.pick(snapshot)
@@ -95,7 +95,7 @@ BUILD_INFO: MetricSpec[None] = MetricSpec(
     lambda _: _build(),
     "Shows engines that were not upgraded. native: whether the optional native helper is used. Engines share stored "
     "pages only if page_format is equal.",
-)  # fmt: skip
+)
 
 
 class Table(NamedTuple, Generic[S]):

@@ -23,11 +23,11 @@ _ERRNOS = ("EACCES", "EDQUOT", "EIO", "EMFILE", "ENOSPC", "EROFS")
 _ERRORS = (
     *ErrorKind, *(f"guard_{refusal}" for refusal in Refusal), *_ERRNOS, Damage.NO_ZSTD, "injected", "other", "raised",
     "sqlite",
-)  # fmt: skip
+)
 # In addition to the codec's reasons: `type` and `checksum` come from servers, `daemon` from a HiCache daemon.
 _DAMAGE = (
     *(damage for damage in Damage if not damage.is_unsupported), "checksum", "daemon", "injected", "other", "type",
-)  # fmt: skip
+)
 _FAILURES = (CallResult.ERROR, CallResult.LOOKUP, CallResult.RAISED, CallResult.OVERDUE)
 
 
@@ -71,7 +71,7 @@ def copy_metrics(
         ),
         MetricSpec("backend_waiting_copies", "Pages waiting to be copied to a part.", ("backend",),
                    lambda s: {part: found.waiting for part, found in copies(s).items()}, waiting_act),
-    )  # fmt: skip
+    )
 
 
 def store_table(stores: Callable[[S], Iterable[StoreStatistics]]) -> Table[S]:
@@ -155,4 +155,4 @@ STORE_METRICS: tuple[MetricSpec[StoreStatistics], ...] = (
     MetricSpec("backend_call_bytes", "Bytes of the frames of a call.", ("verb",), _guarded(lambda g: g.call_bytes),
                "Small: the prompts are short, or transfer.storage_batch_pages is small.",
                True),
-)  # fmt: skip
+)

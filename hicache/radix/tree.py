@@ -160,7 +160,7 @@ class RadixTree(PrefixTree):
     def insert_host(
         self, key: RadixKey, start_page: int, host_pages: PageIds, keys: list[bytes] | None = None, *,
         stored: bool = True, uses: UseHistory = NO_HISTORY, below: Node | None = None,
-    ) -> tuple[Node, PageIds]:  # fmt: skip
+    ) -> tuple[Node, PageIds]:
         """Add L2 pages: `host_pages[i]` holds page `start_page + i` of `key`. Return the deepest node of the path, and
         the pages that the tree did not take because it has them or lacks their prefix; the caller frees these.
 

@@ -77,7 +77,7 @@ class Pieces:
         self.table = np.array(
             [[region.data_ptr(), region.stride(0), column, size]
              for region, column, size in zip(regions, columns, sizes, strict=True)], np.int64,
-        )  # fmt: skip
+        )
         self._ends = np.cumsum([0] + [len(layer) for layer in blocks.layers])
         self.layers = len(blocks.layers)
         self.shortest = min(sizes)
@@ -201,7 +201,7 @@ class StagedPath(CopyPath):
         self._word = word_bytes(
             [*table.ravel().tolist(), *(group.column for group in self._groups),
              *(slot.staging.address for slot in self._slots)]
-        )  # fmt: skip
+        )
         self._longest = int(table[:, 3].max())  # the same for all groups, so that one kernel serves all
         self._table = self._upload(table)
         self._queue_kernel(self._first, self._rows(self._groups[0], self._slots[0], 0))  # compiles it
@@ -257,7 +257,7 @@ class StagedPath(CopyPath):
             slot.staging.address, group.row_bytes, self._table.address, group.regions.start,
             group.regions.stop - group.regions.start, group.column, slot.device_ids.address, count, self._word,
             self._longest,
-        )  # fmt: skip
+        )
 
     def _queue_kernel(self, stream: Stream, rows: Rows) -> None:
         self._runtime.move(stream, rows, self._programs, to_blocks=self._load)

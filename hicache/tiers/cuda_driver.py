@@ -182,7 +182,7 @@ class CudaDriver:
         status = self._batch(
             targets.ctypes.data, sources.ctypes.data, sizes.ctypes.data, count,
             byref(self._attributes), byref(first), 1, byref(failed), stream,
-        )  # fmt: skip
+        )
         if status != _SUCCESS:
             which = f"copy {failed.value} of {count}" if failed.value < count else f"{count} copies"
             raise TransferError(f"cuda: cuMemcpyBatchAsync: {which}: {self._reason(status)}")
@@ -209,7 +209,7 @@ class CudaDriver:
         kind = ctypes.CFUNCTYPE(
             c_int, c_void_p, c_void_p, c_void_p, c_size_t,
             POINTER(_CopyAttributes), POINTER(c_size_t), c_size_t, POINTER(c_size_t), c_void_p,
-        )  # fmt: skip
+        )
         return kind(address.value)
 
     def _status(self, name: str, *arguments: object) -> int:

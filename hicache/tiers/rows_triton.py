@@ -33,7 +33,7 @@ def _move_kernel(  # type: ignore[no-untyped-def]  # noqa: PLR0913, PLR0917 - a 
     staging: tl.int64, row_bytes: tl.int64, regions: tl.int64, count: tl.int32, blocks: tl.int64, rows: tl.int32,
     chunks: tl.int32, tiles: tl.int32, element: tl.constexpr, word: tl.constexpr, vector: tl.constexpr,
     tile_rows: tl.constexpr, tile_columns: tl.constexpr, to_blocks: tl.constexpr,
-):  # fmt: skip
+):
     """Each program copies every num_programs-th tile: some rows of one region, or a chunk of one row.
 
     All addresses, strides and lengths are multiples of `word` bytes, which are `vector` elements. The compiler widens
@@ -83,7 +83,7 @@ def move_rows(rows: Rows, *, programs: int, to_blocks: bool) -> None:
     _move_kernel[(programs,)](
         rows.staging - rows.column, rows.row_bytes, rows.regions + 32 * rows.first, rows.count, rows.blocks, rows.rows,
         chunks, tiles, **constants, num_warps=_WARPS,
-    )  # fmt: skip
+    )
 
 
 def _constants(word: int, longest: int, *, to_blocks: bool) -> dict[str, Any]:
@@ -92,4 +92,4 @@ def _constants(word: int, longest: int, *, to_blocks: bool) -> dict[str, Any]:
     return {
         "element": _ELEMENTS[word], "word": word, "vector": max(1, word // 8), "tile_rows": _TILE // columns,
         "tile_columns": columns, "to_blocks": to_blocks,
-    }  # fmt: skip
+    }

@@ -103,7 +103,7 @@ class SharedHostPool(HostPool):
         self._shared = SharedMemory.open(
             self._name, layout, deadline=self._deadline, role=self._role, node=self.node,
             count_pages=self._count_pages, require_memory=self._require_available,
-        )  # fmt: skip
+        )
         return self._shared.mapping
 
 

@@ -60,7 +60,7 @@ class PagedTokenToKVPoolAllocator:
     def __init__(
         self, pages: PageSource, page_size: int, device: torch.device | str = "cpu", *,
         debug: bool = False, kernels: SlotKernels | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if not isinstance(pages, PageSource):
             raise InvalidInput(
                 f"token allocator: pages of type {type(pages).__name__}; pass a `PageAllocator` or `cache.page_source`"

@@ -18,7 +18,7 @@ from pathlib import Path
 from ._table import PAGE_VARIABLE, SMALLEST_VARIABLE, page_head, this_machine
 
 ALL = ("tree", "poll", "file_backend", "redis_backend", "s3_backend", "mooncake_backend", "levels", "daemon", "tags",
-       "guard", "outage", "copies", "events", "allocators", "break_even", "ranks")  # fmt: skip
+       "guard", "outage", "copies", "events", "allocators", "break_even", "ranks")
 
 
 def main() -> None:

@@ -92,7 +92,7 @@ def rate_rows(
                 f"{verb} {label}, {kind} of {len(times[f'{verb} ours'])}",
                 f"{size_bytes / ours / 1e9:.2f} GB/s", f"{size_bytes / reference / 1e9:.2f} GB/s",
                 reference / ours, goal,
-            ))  # fmt: skip
+            ))
     return rows
 
 
@@ -127,7 +127,7 @@ def this_machine() -> str:
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text(encoding="utf-8"))
     memory_gib = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / (1 << 30)
     gpus = [re.search(r"Model:\s*(.*)", path.read_text(encoding="utf-8"))
-            for path in Path("/proc/driver/nvidia/gpus").glob("*/information")]  # fmt: skip
+            for path in Path("/proc/driver/nvidia/gpus").glob("*/information")]
     gpu = ", ".join(found[1] for found in gpus if found) or "no GPU"
     return (
         f"{datetime.now(UTC):%Y-%m-%d}, {len(os.sched_getaffinity(0))} cores of {cpu[1] if cpu else 'an unknown CPU'}, "

@@ -157,7 +157,7 @@ def run_busy() -> list[Row]:
             rows.append(Row(
                 f"{what}, files on {'a RAM disk' if where else 'disk'}", f"{ours * 1e3:.0f} ms",
                 f"always {others[0] * 1e3:.0f}, off {others[1] * 1e3:.0f} ms", ours / min(others),
-            ))  # fmt: skip
+            ))
     return rows
 
 

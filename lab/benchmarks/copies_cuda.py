@@ -126,7 +126,7 @@ def rows(device: torch.device) -> list[Row]:
                 found.append(Row(
                     f"{label}: submit {PAGES} pages", f"{submit_s * 1e6:.0f} us", f"{SUBMIT_S * 1e6:.0f} us",
                     SUBMIT_S / submit_s, 1.0,
-                ))  # fmt: skip
+                ))
                 found += compute_rows(label, side, geometry.layers, SLOWED[path], is_chosen=path == chosen.path)
                 side.copies.close(WAIT_S)
             chosen.close(WAIT_S)
@@ -180,7 +180,7 @@ def compute_rows(label: str, side: Side, layers: int, kept: float, *, is_chosen:
     found = [Row(
         f"{label}: forward behind a load", f"{forward_s * 1e3:.1f} ms", f"{limit_s * 1e3:.1f} ms", limit_s / forward_s,
         goal,
-    )]  # fmt: skip
+    )]
     count = max(1, round(0.5 * load_s / (compute_s / (products * layers))))
     alone_s = seconds(lambda: compute(count))
     beside, launches = [], []
@@ -199,10 +199,10 @@ def compute_rows(label: str, side: Side, layers: int, kept: float, *, is_chosen:
     found.append(Row(
         f"{label}: matrix product beside copies", f"{beside_s * 1e3:.1f} ms", f"{alone_s * 1e3:.1f} ms",
         alone_s / beside_s, kept if is_chosen else None,
-    ))  # fmt: skip
+    ))
     launch_s = statistics.median(launches)
     found.append(Row(
         f"{label}: longest launch beside copies", f"{launch_s * 1e3:.2f} ms", f"{LAUNCH_S * 1e3:.2f} ms",
         LAUNCH_S / launch_s, goal,
-    ))  # fmt: skip
+    ))
     return found

@@ -87,7 +87,7 @@ class Daemon:
         config.write_text(yaml.safe_dump({**sections, "daemon": {
             "socket": str(self.socket), "listen": f"{LOOPBACK}:{self.port}", "token_file": str(self.token),
             "pool": pool,
-        }}))  # fmt: skip
+        }}))
         self._log = (folder / "log").open("wb")
         command = [sys.executable, "-m", "hicache", "serve", "-c", str(config)]
         self.process = subprocess.Popen(command, stdout=self._log, stderr=self._log)

@@ -48,7 +48,7 @@ class Side:
         config = HiCacheConfig.model_validate({
             "page_size": _GEOMETRY.page_size, "device": {"tokens": _DEVICE_RUNS * tokens}, "host": host,
             "break_even": {"mode": "always"}, **sections,
-        })  # fmt: skip
+        })
         cache = create_cache(config, Namespace(model="benchmark", geometry=_GEOMETRY))
         assert isinstance(cache, HiRadixCache)
         self.cache = cache
@@ -123,7 +123,7 @@ def steps(folder: Path, count: int, rounds: int) -> list[Row]:
         ours, plain = (_percentile(sides[one].own_s, 99) for one in (name, "none"))
         rows.append(Row(
             f"{name}: the scheduler's own part, 99th", f"{1e6 * ours:.0f} us", f"{1e6 * plain:.0f} us", ours / plain
-        ))  # fmt: skip
+        ))
         rows.append(Row(f"{name}: tokens read from storage", str(hits[name])))
     return rows
 

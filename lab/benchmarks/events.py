@@ -227,7 +227,7 @@ def publish_bare(directory: Path, made: list[Stored]) -> float:
             ("BlockStored", event.keys, event.parent, np.frombuffer(event.tokens, dtype="<u4").tolist(),
              event.page_size, None, "GPU")
             for event in made[start : start + PER_BATCH]
-        ]  # fmt: skip
+        ]
         publisher.send_multipart((b"", start.to_bytes(8, "big"), encoder.encode((0.0, batch, None))))
     count = 0
     while count < len(made):

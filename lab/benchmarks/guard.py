@@ -71,7 +71,7 @@ def run(folder: Path) -> list[Row]:
         f"store of {BATCH_PAGES} that are there": (
             lambda: store.batch_set(keys, frames, parent=None, deadline=_soon()), write,
         ),
-    }  # fmt: skip
+    }
     rows = [
         row(what, alternate(RUNS, list(sides)), GOAL if what.startswith("read") else None)
         for what, sides in calls.items()

@@ -45,7 +45,7 @@ POLICIES: dict[str, tuple[dict[str, Any], float | None]] = {
     "selective, 3/4 of first uses": (
         {"write_policy": "write_through_selective", "selective_first_share": 0.75}, 0.9
     ),
-}  # fmt: skip
+}
 POLICY_REQUESTS = 2000
 SIZE_REQUESTS = 600
 DEVICE_TOKENS = 1 << 19
@@ -71,7 +71,7 @@ def replayed(
              "--prefill-rate", str(PREFILL_TOKENS_PER_S), "--json", str(file),
              *(part for setting in settings for part in ("--set", setting))],
             capture_output=True, text=True, check=False,
-        )  # fmt: skip
+        )
         if ended.returncode:
             sys.exit(ended.stdout + ended.stderr)
         report: Report = json.loads(file.read_text())
@@ -103,7 +103,7 @@ def policy_rows(trace: str | None) -> list[Row]:
         most_bytes = most_bytes or stored_bytes
         limit = 1.0 if trace and "selective" in policy else None
         rows.append(Row(f"{policy}, bytes written", f"{stored_bytes / 1e9:.2f} GB", f"{most_bytes / 1e9:.2f} GB",
-                        stored_bytes / most_bytes if most_bytes else None, limit))  # fmt: skip
+                        stored_bytes / most_bytes if most_bytes else None, limit))
     return rows
 
 

@@ -131,7 +131,7 @@ def _lookup_row(folder: str, runs: int, below: Storage) -> Row:
 def run(
     path: str | None = None, *, runs: int = 60, page_kib: Sequence[int] = (256, 2048, 8192),
     below: Storage = ("memory", {}),
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     """Measure in a directory below `path` (the current directory), which is removed again."""
     rows: list[Row] = []
     for size in page_kib:

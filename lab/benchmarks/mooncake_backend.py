@@ -108,7 +108,7 @@ def _measure(bench: _Bench, seconds: float) -> dict[str, list[float]]:
             bench.forget()
             who, write, read = ("ours", bench.our_write, bench.our_read) if mine else (
                 "plain", bench.plain_write, bench.plain_read,
-            )  # fmt: skip
+            )
             times[f"write {who}"].append(timed(write))
             times[f"read {who}"].append(timed(read))
     bench.forget()

@@ -103,7 +103,7 @@ def job_of(run: Run) -> ReplayJob:
     """Return the replay of a run."""
     workload, bytes_per_s = run.workload, run.speed * BREAK_EVEN_BYTES_PER_S
     entries = {"page_size": "64", "device.tokens": str(workload.size * DEVICE_TOKENS),
-               "host.tokens": str(workload.size * HOST_TOKENS)}  # fmt: skip
+               "host.tokens": str(workload.size * HOST_TOKENS)}
     speeds = Speeds(compute=ComputeSpeed(tokens_per_s=PREFILL_TOKENS_PER_S), host_bytes_per_s=HOST_BYTES_PER_S)
     if run.side is not Side.OFF:
         entries |= {"storage.type": "memory", "transfer.io_workers": str(run.workers)}
@@ -115,7 +115,7 @@ def job_of(run: Run) -> ReplayJob:
         config=load_config(None, environ={}, overrides=entries), trace=workload.trace, requests=run.requests,
         preset=MODEL, prefill_tokens_max=PREFILL_TOKENS_MAX, waiting_max=workload.waiting_max, speeds=speeds,
         virtual=True, speed_up=run.speed_up,
-    )  # fmt: skip
+    )
 
 
 def replayed(run: Run) -> Times:
@@ -147,7 +147,7 @@ def without_store(run: Run) -> Run:
 def cells(
     workload: Workload, speed_up: float, requests: int, loads: Sequence[float] = LOADS,
     workers: Sequence[int] = WORKERS, speeds: Sequence[float] = SPEEDS,
-) -> dict[str, Run]:  # fmt: skip
+) -> dict[str, Run]:
     """Return the runs of the default by their label, for each cell of the matrix. `speed_up` is that of load 1."""
     return {
         f"load {load:g}, {each} worker{'s' * (each > 1)}, store {speed:g} x": Run(
@@ -196,7 +196,7 @@ def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description="The default beside `always` and beside no store, in virtual time")
     parser.add_argument("traces", nargs="*", type=Path, metavar="TRACE",
-                        help="the chat trace and the agents' trace (default: a synthetic one, no goals)")  # fmt: skip
+                        help="the chat trace and the agents' trace (default: a synthetic one, no goals)")
     parser.add_argument("--only", choices=("chat", "agents"), help="one of the two traces")
     parser.add_argument("--waiting-max", type=int, default=WAITING_MAX, metavar="N", help="the longest queue")
     options = parser.parse_args()

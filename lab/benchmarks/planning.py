@@ -45,7 +45,7 @@ REAL_SIZES = ((131_072, 524_288, 240_000), (262_144, 2_097_152, 240_000), (131_0
 PLAN_SIZES = (
     (200_000, 1_600_000, 16_000_000), (400_000, 1_600_000, 16_000_000), (1_600_000, 3_200_000, 16_000_000),
     (400_000, 400_000, 4_000_000), (400_000, 6_400_000, 40_000_000), (800_000, 1_600_000, 8_000_000),
-)  # fmt: skip
+)
 
 
 class Ended(NamedTuple):
@@ -94,13 +94,13 @@ def real_rows(trace: list[str], requests: int) -> list[Row]:
                     options = {"capacity": f"{pages * page_bytes}B", "path": f"{folder}/pages", "free_space_floor": 0}
                 storage = {"type": store, "options": options}
                 config.write_text(json.dumps({"page_size": 64, "device": {"tokens": device}, "host": {"tokens": host},
-                                              "storage": storage}))  # fmt: skip
+                                              "storage": storage}))
                 speeds = Path(folder, "speeds.json")
                 if store == "file":
                     doctor = ["doctor", "-c", str(config), "--model", "tiny", "--json"]
                     speeds.write_text(subprocess.check_output([sys.executable, "-m", "hicache", *doctor], text=True))
                 both = ["replay", *trace, "--requests", str(requests), "-c", str(config),
-                        "--prefill-rate", str(REAL_PREFILL_TOKENS_PER_S)]  # fmt: skip
+                        "--prefill-rate", str(REAL_PREFILL_TOKENS_PER_S)]
                 like = ["--like", str(speeds)] if store == "file" else []
                 ours = hicache(*both, "--virtual", *like).report["tokens"]["hits"]
                 real = hicache(*both).report["tokens"]["hits"]
@@ -119,14 +119,14 @@ def plan_rows(trace: list[str], requests: int) -> list[Row]:
                 *(part for name, count in zip(("device", "host", "storage"), sizes, strict=True)
                   for part in (f"--{name}-size", f"{count * token_bytes}B")),
                 "--nodes", str(nodes), "--routing", "session",
-            ).report["tiers"]  # fmt: skip
+            ).report["tiers"]
             replayed = hicache(
                 "replay", *trace, "--requests", str(requests), "--model", "llama-3.1-8b", *H100, "--virtual",
                 "--storage", FAST_STORE, "--device-tokens", str(device), "--host-tokens", str(host),
                 "--set", "storage.type=memory", "--set",
                 f"storage.options.capacity={storage // 64 * (64 * token_bytes + 4096)}",
                 "--processes", str(nodes), "--routing", "session", "--speed-up", "1",
-            ).report["tokens"]["hits"]  # fmt: skip
+            ).report["tokens"]["hits"]
             what = f"{nodes} x (L1 {_tokens(device)}, L2 {_tokens(host)}), L3 {_tokens(storage)} tokens"
             rows.append(agreement_row(what, {tier: planned[tier]["hit_tokens"] for tier in TIERS}, replayed))
     return rows
@@ -138,11 +138,11 @@ def cost_rows(trace: list[str]) -> list[Row]:
         "replay", *trace, "--requests", "0" if trace else "2000", "--model", "llama-3.1-8b", *H100, "--virtual",
         "--storage", FAST_STORE, "--device-tokens", "400000", "--host-tokens", "4000000",
         "--set", "storage.options.capacity=2TiB",
-    )  # fmt: skip
+    )
     with tempfile.TemporaryDirectory(prefix="hicache-bench-") as folder:
         million = str(Path(folder, "million.jsonl"))
         subprocess.run([sys.executable, "-m", "hicache", "trace", "generate", million, "--requests", str(MILLION)],
-                       check=True, stdout=subprocess.DEVNULL)  # fmt: skip
+                       check=True, stdout=subprocess.DEVNULL)
         planned = hicache("plan", million, "--model", "llama-3.1-8b", *H100)
     rows = []
     for what, ended, limit_s in (
@@ -151,7 +151,7 @@ def cost_rows(trace: list[str]) -> list[Row]:
     ):
         rows.append(Row(f"{what}, processor time", f"{ended.cpu_s:.0f} s", f"{limit_s} s", ended.cpu_s / limit_s, 1.0))
         rows.append(Row(f"{what}, memory", f"{ended.peak_bytes / GIB:.2f} GiB", "2 GiB", ended.peak_bytes / 2 / GIB,
-                        1.0))  # fmt: skip
+                        1.0))
     return rows
 
 

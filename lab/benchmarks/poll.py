@@ -205,7 +205,7 @@ def request_rows(trace: str | None) -> list[Row]:
         Row(f"request of a replay, {percentile}th percentile", f"{times[field]:.0f} us", f"{REQUEST_LIMIT_US:.0f} us",
             times[field] / REQUEST_LIMIT_US, 1.0)
         for percentile, field in ((50, "p50_us"), (99, "p99_us"))
-    ]  # fmt: skip
+    ]
 
 
 def main() -> None:

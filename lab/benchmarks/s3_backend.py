@@ -104,7 +104,7 @@ def _boto(place: _Place, pages: _Pages, name: str, threads: int, **settings: Any
         "s3", endpoint_url=place.url, region_name="us-east-1", aws_access_key_id=place.access_key,
         aws_secret_access_key=place.secret_key,
         config=botocore.config.Config(s3={"addressing_style": "path"}, max_pool_connections=threads, **settings),
-    )  # fmt: skip
+    )
 
     def get(i: int) -> None:
         with contextlib.closing(client.get_object(Bucket=place.bucket, Key=pages.names[i])["Body"]) as body:
@@ -127,7 +127,7 @@ def _opendal(place: _Place, pages: _Pages) -> _Client:
     operator = opendal.Operator(
         "s3", bucket=place.bucket, endpoint=place.url, region="us-east-1", access_key_id=place.access_key,
         secret_access_key=place.secret_key,
-    )  # fmt: skip
+    )
 
     def get(i: int) -> None:
         pages.frames[i][:] = operator.read(pages.names[i])
@@ -145,7 +145,7 @@ def _obstore(place: _Place, pages: _Pages) -> _Client:
         place.bucket, endpoint=place.url, region="us-east-1", access_key_id=place.access_key,
         secret_access_key=place.secret_key, virtual_hosted_style_request=False, unsigned_payload=True,
         client_options={"allow_http": True, "timeout": "60s"},
-    )  # fmt: skip
+    )
 
     def get(i: int) -> None:
         done = 0
@@ -204,7 +204,7 @@ def _others(place: _Place, pages: _Pages, threads: int) -> Iterator[_Client]:
     yield _boto(
         place, pages, "boto3 tuned", threads,
         request_checksum_calculation="when_required", response_checksum_validation="when_required",
-    )  # fmt: skip
+    )
 
 
 def _in_threads(threads: int, count: int, work: Callable[[int], object]) -> None:
@@ -240,7 +240,7 @@ class _Bench:
         driver = S3Driver(pages.codec, S3StorageOptions(
             bucket=place.bucket, prefix=pages.prefix, endpoint_url=place.url, region="us-east-1",
             access_key_env=ACCESS_KEY_ENV, secret_key_env=SECRET_KEY_ENV,
-            connections=threads, timeout=60.0))  # fmt: skip
+            connections=threads, timeout=60.0))
         self.backend = Store(driver, pages.codec, UNGUARDED)
         self.clients = list(_others(place, pages, threads))
 
@@ -295,11 +295,11 @@ class _Bench:
                 rows.append(Row(
                     f"{verb} {label}, {client.name}{' (fastest)' if is_goal else ''}", self._speed(ours),
                     self._speed(other), other.seconds / ours.seconds, _SPEED_GOAL if is_goal else None,
-                ))  # fmt: skip
+                ))
                 rows.append(Row(
                     "    processor time", self._cpu(ours), self._cpu(other), ours.cpu_s / other.cpu_s,
                     _CPU_GOAL if is_goal else None,
-                ))  # fmt: skip
+                ))
         return rows
 
     def _speed(self, best: _Best) -> str:
@@ -336,7 +336,7 @@ def _exists_rows(backend: Store) -> list[Row]:
         rows.append(Row(
             f"exists of {_EXISTS_KEYS}, {stored} there: {best.seconds * 1e3:.1f} ms", f"{len(asked)} requests",
             f"{_EXISTS_REQUESTS_MAX} requests", len(asked) / _EXISTS_REQUESTS_MAX, 1.0,
-        ))  # fmt: skip
+        ))
     backend.delete(keys, deadline=time.monotonic() + _FOREVER_S)
     return rows
 

@@ -55,7 +55,7 @@ _REFUSED = "refused"
 _NAMES = {
     "plain": "one directory", "bindfs": "locks of each mount", "bindfs-locks": "locks of both mounts",
     "gluster": "GlusterFS", "gluster-uncached": "GlusterFS without client caches",
-}  # fmt: skip
+}
 
 
 def run_nodes(kind: str, seconds: float) -> list[Row]:
@@ -69,7 +69,7 @@ def _cells(kind: str, backend: str, seconds: float) -> dict[str, str]:
     with shared_mounts(kind) as mounts, tempfile.TemporaryDirectory() as folder, Nodes(Path(folder)) as nodes:
         jobs = jobs_of(
             mounts, backend=backend, seconds=seconds, page_bytes=_PAGE_BYTES, capacity_bytes=_CAPACITY_BYTES
-        )  # fmt: skip
+        )
         peaks = [0]
         try:
             reports = nodes.run(jobs, lambda: peaks.append(stored_bytes(mounts.directory / "store")))

@@ -179,7 +179,7 @@ def test_a_configured_store_has_its_faults_below_its_guard(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("options", [
     {"latency": -1}, {"error_share": 1.5}, {"damage_share": True}, {"seed": 1.5}, {"jitter": "soon"}, {"storage": {}}
-])  # fmt: skip
+])
 def test_faults_that_are_not_valid_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         opened({"storage": {"type": "memory"}, **options}, UNGUARDED)

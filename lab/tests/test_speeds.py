@@ -40,7 +40,7 @@ def test_the_speed_of_a_store_is_read_from_text_and_keeps_what_the_text_does_not
         ("links=3", "links must be 1, of one disk, or 2"), ("speed=1GB/s", "is not one of read="),
         ("read", "is not one of read="), ("read=1GB/s,read=2GB/s", "twice"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_speed_is_an_error_that_says_how_to_write_it(text: str, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         storage_speed(text)

@@ -37,7 +37,7 @@ def file_config(folder: Path, **entries: Any) -> HiCacheConfig:
         "prefetch": {"threshold_tokens": 4, "policy": "wait_complete"},
         "storage": {"type": "file", "options": {"path": folder / "store", "free_space_floor": 0}},
         "admin": {"socket": folder / "sockets" / "engine.sock"},
-    } | entries)  # fmt: skip
+    } | entries)
 
 
 # The namespace of these engines, and a prompt of four pages with its token ids and its page keys.

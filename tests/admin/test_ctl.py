@@ -50,7 +50,7 @@ def test_lists_are_printed_as_tables_and_as_documents(ctl: Ctl) -> None:
     stores = ctl("--json", "stores").json
     assert [(one["name"], one["namespace"], one["bytes"]) for one in stores] == [
         ("ram", DIGEST, 16384), ("disk", DIGEST, 16384)
-    ]  # fmt: skip
+    ]
     assert [one["namespace"] for one in ctl("--json", "namespaces").json] == [DIGEST]
     assert ctl("clients").out == "no clients with shared memory\n"
     assert ctl("quota").out == "no quotas\n"

@@ -67,7 +67,7 @@ def test_a_lookup_tells_namespaces_apart(daemon: Daemon) -> None:
     found = daemon.admin("POST", "/lookup", {"keys": [keys[0].hex(), keys[3].hex()]})["pages"]
     assert [(page["namespace"], page["places"]) for page in found] == [
         (A, ["pool", "ram", "disk"]), (B, ["pool", "ram", "disk"]), (A, ["pool", "ram", "disk"])
-    ]  # fmt: skip
+    ]
     by_prefix = daemon.admin("POST", "/lookup", {"prefix": keys[3].hex()[:10]})
     assert [page["key"] for page in by_prefix["pages"]] == [keys[3].hex()] and by_prefix["complete"]
     assert "does not know tokens" in daemon.admin("POST", "/lookup", {"tokens": {"ids": [1]}}, 409)["detail"]
@@ -82,7 +82,7 @@ def test_a_lookup_tells_namespaces_apart(daemon: Daemon) -> None:
         ({"where": "all", "namespace": "aa"}, [], ["pool", "ram", "disk"]),
         ({"where": "all"}, [], []),
     ],
-)  # fmt: skip
+)
 def test_clearing_removes_only_the_named_pages(
     daemon: Daemon, where: dict[str, str], left_a: list[str], left_b: list[str]
 ) -> None:
@@ -124,7 +124,7 @@ def test_a_forced_breaker_applies_to_namespaces_that_are_opened_later(daemon: Da
 
 def pool_bytes(daemon: Daemon, namespace: str) -> int:
     return next(int(one["pool_bytes"]) for one in daemon.admin("GET", "/status")["namespaces"]
-                if one["namespace"] == namespace)  # fmt: skip
+                if one["namespace"] == namespace)
 
 
 def test_a_quota_limits_the_pool_bytes_of_one_namespace(daemon: Daemon) -> None:

@@ -77,7 +77,7 @@ def test_a_full_store_is_a_problem_while_the_cache_works(tmp_path: Path) -> None
             engine.serve(str(first), prompt(*range(first, first + 4)))
 
         wait_for(lambda: engine.ask("GET", "/status")["state"] == "degraded", serve, timeout_s=CONFIRM_S + 45.0,
-                 pause_s=0.1)  # fmt: skip
+                 pause_s=0.1)
         (store,) = engine.ask("GET", "/status")["stores"]
         assert (store["health"]["cause"], store["write"]["state"]) == ("rejected", "closed")
         assert "free_space_floor is 900.0 TiB" in store["health"]["what"]
@@ -244,7 +244,7 @@ def test_a_scrub_finds_damage_and_removes_it_on_demand(served: RunningEngine, tm
         assert (progress["pages"], sum(progress["damaged"].values()), progress["removed"]) == (4, 1, int(remove))
         assert [(page["store"], page["namespace"], page["key"]) for page in progress["findings"]] == [
             ("file", DIGEST, KEYS[1])
-        ]  # fmt: skip
+        ]
     assert served.job("/scrub", {})["progress"]["pages"] == 3
 
 
@@ -310,7 +310,7 @@ def idle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
         ("DELETE", "/pins/none", None, 404, "list the pins"),
         ("GET", "/jobs/none", None, 404, "list the jobs"),
     ],
-)  # fmt: skip
+)
 def test_a_rejection_says_what_to_do_and_does_not_quote_keys_or_tokens(
     idle: RunningEngine, method: str, target: str, body: object, code: int, says: str
 ) -> None:

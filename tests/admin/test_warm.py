@@ -174,7 +174,7 @@ def test_with_a_stopped_scheduler_a_warm_up_fails(cold: RunningEngine, monkeypat
         ({"prompts": [{"ids": [-5]}]}, 422, "prompts.0.ids.0"),
         ({"prompts": [TOKENS], "namespace": "ff" if DIGEST[0] != "f" else "00"}, 404, "list the namespaces"),
     ],
-)  # fmt: skip
+)
 def test_a_rejected_warm_up_says_what_to_do(engine: RunningEngine, body: object, code: int, says: str) -> None:
     answer = engine.ask("POST", "/warm", body, code)
     assert says in answer["detail"] and "-5" not in answer["detail"]

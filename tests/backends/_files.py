@@ -45,7 +45,7 @@ SYSTEM_CALLS = tuple(name for name in vars(System) if not name.startswith("_") a
 def open_file(
     root: Path, codec: FrameCodec = CODEC, *, system: System | None = None, limit: CapacityLimit | None = None,
     clock: Clock = SYSTEM_CLOCK, **options: Any,
-) -> Subject:  # fmt: skip
+) -> Subject:
     """Open a file store at `root`, with direct access to its page files. A test need not close it."""
     driver = FileDriver(codec, file_options(root, **options), system=system, clock=clock)
     backend = Store(driver, codec, UNGUARDED, name="file", limit=limit, clock=clock)

@@ -234,7 +234,7 @@ class RetentionContract:
     @pytest.mark.parametrize("options", [
         {"compression": Compression()}, {"encryption_keys": [b"c" * 32]}, {"mac_keys": [b"m" * 32]},
         {"compression": Compression(), "encryption_keys": [b"c" * 32]},
-    ])  # fmt: skip
+    ])
     def test_encoded_pages_have_an_age_too(self, stores: Stores, clock: ManualClock, options: dict[str, Any]) -> None:
         aged = stores.open(MAX_AGE_S, FrameCodec(NAMESPACE, PAYLOAD_BYTES, clock=clock, **options))
         assert put(aged, KEYS) == [STORED] * 3

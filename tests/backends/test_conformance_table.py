@@ -59,7 +59,7 @@ def rows(tmp_path: Path, repository: Path, *args: str) -> tuple[int, str, dict[s
          "-k", "exists or infinite or deleting or something", *args],
         cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(repository)}, capture_output=True, text=True, timeout=300,
         check=False,
-    )  # fmt: skip
+    )
     table = tmp_path / "table.md"
     lines = (table.read_text() if table.exists() else done.stdout).splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if line.startswith("| ")]

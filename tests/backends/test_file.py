@@ -50,7 +50,7 @@ from ._files import (
     open_file,
     page_path,
     temporary_files,
-)  # fmt: skip
+)
 
 REJECTED = SetOutcome.REJECTED
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -339,7 +339,7 @@ def test_processes_share_one_store_within_its_capacity(tmp_path: Path) -> None:
             cwd=REPOSITORY, stdout=subprocess.PIPE, text=True,
         )
         for number in range(3)
-    ]  # fmt: skip
+    ]
     largest = 0
     pause, deadline = threading.Event(), time.monotonic() + 120
     while any(process.poll() is None for process in processes):

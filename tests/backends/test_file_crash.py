@@ -63,7 +63,7 @@ class Killing:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.backends._crash_child"],
             cwd=REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        )
 
     def run(
         self, scenario: str, root: Path, kill_at: int = 0, kill_after_s: float | None = None, form: str = "plain"
@@ -72,7 +72,7 @@ class Killing:
         assert self._process.stdout is not None
         job = {
             "scenario": scenario, "root": str(root), "kill_at": kill_at, "kill_after_s": kill_after_s, "form": form
-        }  # fmt: skip
+        }
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         answer: dict[str, Any] = json.loads(self._process.stdout.readline())
@@ -145,7 +145,7 @@ SOME = range(PARTS) if IS_SOAK else (0, 2)
     # The calls are the same for every encoding, so some of them are enough for the second one.
     [*((scenario, "plain", 1 + part) for scenario in ("write", "evict", "sweep") for part in SOME),
      ("evict", "zstd+gcm", 1)],
-)  # fmt: skip
+)
 def test_a_kill_at_any_call_leaves_whole_pages_or_misses(
     killing: Killing, tmp_path: Path, scenario: str, form: str, first: int
 ) -> None:

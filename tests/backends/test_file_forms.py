@@ -153,7 +153,7 @@ def test_inspect_shows_the_encoding_and_the_metadata_of_a_page(root: Path) -> No
     codec = FrameCodec(
         NAMESPACE, PAYLOAD_BYTES, encryption_keys=[CIPHER_KEY], compression=FORMS["zstd"]._compression,
         weights_epoch=7, label="llama",
-    )  # fmt: skip
+    )
     store = open_file(root, codec)
     (key,) = make_keys(1)
     store_chain(store, [key])
@@ -163,7 +163,7 @@ def test_inspect_shows_the_encoding_and_the_metadata_of_a_page(root: Path) -> No
     assert header is not None
     assert (tag_name(header), encoding_name(header), header.label, header.weights_epoch) == (
         "AES_256_GCM", "zstd+byte_planes", "llama", 7,
-    )  # fmt: skip
+    )
     assert (report.is_proved, report.damage, report.note) == (False, None, "unverifiable: encryption key needed")
     assert inspect_page(path, keys=PageKeys(encryption=(CIPHER_KEY,))).is_proved
     assert inspect_page(path, keys=PageKeys(encryption=(b"x" * 32, CIPHER_KEY))).is_proved

@@ -123,7 +123,7 @@ def test_a_directory_that_is_not_a_store_is_rejected_and_not_changed(tmp_path: P
     ("failing", "error", "said"),
     [({"pwritev"}, errno.ENOSPC, None), ({"pwritev"}, errno.EIO, "EIO"),
      ({"pwritev", "unlink"}, errno.EIO, "EIO"), ({"rename"}, errno.EIO, "EIO")],
-)  # fmt: skip
+)
 def test_a_page_that_cannot_be_written_is_not_visible_and_takes_no_room(
     tmp_path: Path, failing: set[str], error: int, said: str | None
 ) -> None:

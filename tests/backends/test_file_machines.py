@@ -101,7 +101,7 @@ def test_a_store_that_another_machine_uses_is_refused_and_not_changed(root: Path
     (root / "tmp" / f"{file_driver(store)._store.owner}.9").write_bytes(b"a page being written")
     before = state(root)
     words = (r"host north \(machine id-of-north, process \d+\) uses it \(tmp/[0-9a-f]{16}\.alive\), last \d s ago; "
-             r".* shared_files, .* wait 60 s$")  # fmt: skip
+             r".* shared_files, .* wait 60 s$")
     with pytest.raises(BackendUnavailable, match=words):
         open_file(root, system=Machine("south", blind=True))
     assert state(root) == before
@@ -329,7 +329,7 @@ HERE = Owner("m", "boot", "254:0", "host", "1")
     ("other", "near"),
     [(Owner("other", "boot", "254:0", "else", "2"), True), (Owner("m", "old", "254:0", "host", "1"), False),
      (Owner("m", "boot", "0:54", "host", "1"), False)],
-)  # fmt: skip
+)
 def test_an_owner_is_near_if_boot_and_device_are_the_same(other: Owner, near: bool) -> None:
     assert other.is_near(HERE) == near and Owner.parse(other.line()) == other
 
@@ -351,7 +351,7 @@ def test_without_a_boot_id_an_owner_is_near_if_machine_and_host_are_the_same(
      ("m old 254:0 else 1", "m boot 254:0 host 1", "ext4", False),
      ("m old 254:1 host 1", "m boot 254:0 host 1", "ext4", False),
      ("- old 254:0 host 1", "- boot 254:0 host 1", "ext4", False)],
-)  # fmt: skip
+)
 def test_an_owner_of_an_earlier_boot_is_dead_only_on_a_disk_of_this_machine(
     owner: str, here: str, kind: str, dead: bool
 ) -> None:

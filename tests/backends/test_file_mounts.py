@@ -22,19 +22,19 @@ MOUNTINFO = """\
 @pytest.mark.parametrize(
     ("mount", "kind"), [("22", "ext4"), ("31", "btrfs"), ("40", "nfs4"), ("41", "fuse.bindfs"), ("4", "unknown"),
                         ("", "unknown")],
-)  # fmt: skip
+)
 def test_the_type_is_in_the_line_of_the_mount(mount: str, kind: str) -> None:
     assert type_of(mount, MOUNTINFO) == kind
 
 
 @pytest.mark.parametrize("kind", ["nfs", "nfs4", "cifs", "ceph", "lustre", "9p", "virtiofs", "gfs2", "fuse",
-                                  "fuse.s3fs"])  # fmt: skip
+                                  "fuse.s3fs"])
 def test_network_and_cluster_file_systems_and_fuse_are_shared(kind: str) -> None:
     assert is_shared(kind)
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs", "btrfs", "zfs", "tmpfs", "overlay", "fuseblk", "fuse.fuse-overlayfs",
-                                  "unknown"])  # fmt: skip
+                                  "unknown"])
 def test_disks_memory_and_the_roots_of_containers_are_not_shared(kind: str) -> None:
     assert not is_shared(kind)
 

@@ -132,7 +132,7 @@ def test_parts_are_moved_in_place_and_lists_fit_one_call(tmp_path: Path) -> None
         foreign = [
             buffer for buffer in moved
             if address(buffer) != address(page.header) and not first <= address(buffer) < last
-        ]  # fmt: skip
+        ]
         assert sum(buffer.nbytes for buffer in foreign) < 4096, "more than the padding is not the caller's memory"
 
 

@@ -39,7 +39,7 @@ from ._files import (
     open_file,
     page_path,
     purge,
-)  # fmt: skip
+)
 
 
 @pytest.mark.parametrize("is_read", [True, False])
@@ -110,7 +110,7 @@ def test_a_linked_fan_out_directory_is_not_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize("foreign", [
     "notes", "0123/x", "tmp/notes", f"{'a' * 64}/notes", f"{'a' * 64}/aa/notes", f"{'a' * 64}/aa/{'a' * 64}",
     "index-00000000.sqlite/x",
-])  # fmt: skip
+])
 def test_without_a_marker_a_directory_is_accepted_if_every_file_is_of_a_store(tmp_path: Path, foreign: str) -> None:
     """The controls: another file, a file of another name among the pages, or one that is not a page."""
     root, keys = tmp_path / "s", make_keys(3)
@@ -270,7 +270,7 @@ def test_the_root_is_made_in_the_checked_directory(tmp_path: Path) -> None:
     ("foreign", "message"),
     [("high/middle/s", "belongs to user id 12345"), ("high", "{path} above it belongs to user id 12345.* run chown"),
      ("link", "the symbolic link {path} belongs to user id 12345")],
-)  # fmt: skip
+)
 def test_a_path_through_something_of_another_user_is_rejected(tmp_path: Path, foreign: str, message: str) -> None:
     root, path = tmp_path / "high" / "middle" / "s", tmp_path / foreign
     root.mkdir(parents=True, mode=0o700)
@@ -310,7 +310,7 @@ def test_a_store_of_another_version_is_not_changed(root: Path) -> None:
         {"path": ""}, {"path": None}, {"capacity": 0}, {"capacity": "much"}, {"io_threads": 0}, {"io_threads": True},
         {"io_threads": 65}, {"free_space_floor": -1}, {"direct_io": 2}, {"sync": "perhaps"}, {"capcity": 1},
     ],
-)  # fmt: skip
+)
 def test_invalid_options_are_rejected(tmp_path: Path, options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         FileStorageOptions(**{"path": tmp_path / "s", **options})

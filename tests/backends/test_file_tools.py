@@ -40,7 +40,7 @@ from ._files import (
     page_path,
     purge,
     verify,
-)  # fmt: skip
+)
 
 
 def test_inspect_reads_a_page_from_its_file_alone(root: Path) -> None:
@@ -80,7 +80,7 @@ def test_inspect_names_the_damage(tmp_path: Path) -> None:
         ("tag", raw[:HEADER_BYTES] + b"\xff" + raw[HEADER_BYTES + 1 :]), ("size", raw[:-1]), ("not_a_frame", b""),
         ("page_key", other.read_bytes()), ("version", raw[:36] + b"\x09" + raw[37:]),
         ("tag_kind", raw[:38] + b"\x09" + raw[39:]), ("size", raw[:48] + b"\xff" * 8 + raw[56:]),
-    ):  # fmt: skip
+    ):
         path.write_bytes(data)
         assert inspect_page(path).damage == damage
     moved = tmp_path / ("0" * 64) / path.parent.name / path.name

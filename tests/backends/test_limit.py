@@ -125,7 +125,7 @@ class TestLimitedFile(DriverContract):
 def limited_file(
     root: Path, codec: FrameCodec = CODEC, *, capacity_bytes: int, interval_s: float = 0.05,
     clock: Clock = SYSTEM_CLOCK,
-) -> Subject:  # fmt: skip
+) -> Subject:
     """Open a file store at `root` limited only by `CapacityLimit`. It lists much more often than usual. The first
     listing is complete: on a busy machine it may take longer than a store waits."""
     make_store(root)

@@ -52,7 +52,7 @@ def options_of(kind: str, silent: Any) -> dict[str, Any]:
     return LONG | {
         "bucket": "pages", "endpoint_url": f"http://{LOOPBACK}:{silent}", "region": "us-east-1",
         "access_key_env": "TEST_ACCESS", "secret_key_env": "TEST_SECRET",
-    }  # fmt: skip
+    }
 
 
 def fails_in_time(opening: Callable[[], object]) -> bool:
@@ -70,7 +70,7 @@ def fails_in_time(opening: Callable[[], object]) -> bool:
 
 @pytest.mark.parametrize(("kind", "silent"), [
     ("redis", "tcp"), ("redis", "unix"), ("remote", "tcp"), ("remote", "unix"), ("s3", "tcp"),
-], indirect=["silent"])  # fmt: skip
+], indirect=["silent"])
 def test_opening_a_store_on_a_silent_server_ends_at_the_time_limit(
     silent: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -231,7 +231,7 @@ def test_a_page_is_not_promoted_to_a_level_for_which_it_is_too_old_and_expires_o
     tmp_path: Path, clock: ManualClock
 ) -> None:
     upper, lower = (Stores(BackendSpec("file", {"path": str(tmp_path / name), "free_space_floor": 0}), clock)
-                    for name in "ab")  # fmt: skip
+                    for name in "ab")
     with contextlib.closing(upper), contextlib.closing(lower):
         codec, slow = codec_at(clock), lower.open(10 * MAX_AGE_S)
         levels = Levels(codec, [Part("fast", upper.open(MAX_AGE_S)), Part("slow", slow)], clock=clock)
@@ -315,7 +315,7 @@ def test_the_file_of_a_copied_page_has_the_time_at_which_it_was_stored_and_of_a_
     times = [page_path(tmp_path / "s", CODEC, key).stat().st_mtime for key in KEYS]
     assert times[0] == began_s and min(times[1:]) > began_s + 900.0
     (copied, *_) = [page for page in open_stored(BackendSpec("file", file_options(tmp_path / "s"))).pages()
-                    if page.key == KEYS[0]]  # fmt: skip
+                    if page.key == KEYS[0]]
     assert copied.stored_s == began_s
     assert copied.used_s is not None and copied.used_s > began_s + 900.0, "the time of a copy is not its last use"
 
@@ -374,7 +374,7 @@ def test_pages_that_cannot_be_removed_do_not_protect_others(clock: ManualClock) 
 
 @pytest.mark.parametrize(("max_age_s", "interval_s"), [
     (60.0, INTERVAL_S_MIN), (86_400.0, 1728.0), (30 * 86_400.0, INTERVAL_S_MAX),
-])  # fmt: skip
+])
 def test_sweeps_of_a_long_age_are_rarer_within_limits(clock: ManualClock, max_age_s: float, interval_s: float) -> None:
     assert Retention(NAMESPACE, None, max_age_s=max_age_s, clock=clock).interval_s == pytest.approx(interval_s)
 

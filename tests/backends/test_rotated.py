@@ -56,7 +56,7 @@ def test_a_moved_link_a_renamed_file_and_a_rewritten_one_are_noticed(mounted: Mo
     [(lambda path: path.unlink(), "No such file"), (lambda path: path.write_text(""), "is empty"),
      (lambda path: path.chmod(0o644), "chmod 600"), (lambda path: path.write_bytes(b"\n" * 9000), "is empty")],
     ids=["missing", "empty", "readable by others", "without a first line"],
-)  # fmt: skip
+)
 def test_an_unusable_file_keeps_the_last_value_and_is_one_warning(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, spoil: Callable[[Path], object], why: str
 ) -> None:
@@ -139,7 +139,7 @@ except ConfigError as error:
     ("mode", "owner", "shown"),
     [(0o440, 0, OLD), (0o400, 12345, OLD), (0o440, 12345, "mode 0440 gives other users access"),
      (0o444, 0, "defaultMode: 0440"), (0o400, 54321, "Permission denied")],
-)  # fmt: skip
+)
 def test_a_file_of_root_may_be_readable_by_its_group_as_kubernetes_mounts_it(
     mode: int, owner: int, shown: str
 ) -> None:
@@ -150,13 +150,13 @@ def test_a_file_of_root_may_be_readable_by_its_group_as_kubernetes_mounts_it(
         os.chown(path, owner, 12345)
         path.chmod(mode)
         done = subprocess.run([sys.executable, "-c", _AS_OTHER, str(path)], capture_output=True, text=True, check=True,
-                              env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})  # fmt: skip
+                              env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
     assert shown in done.stdout
 
 
 def pair(made: Certificates) -> dict[str, str | bytes]:
     return {"ca": made.ca_file.read_bytes(), "cert": made.client_cert_file.read_bytes(),
-            "key": made.client_key_file.read_bytes()}  # fmt: skip
+            "key": made.client_key_file.read_bytes()}
 
 
 def test_half_replaced_certificates_keep_the_last_context(

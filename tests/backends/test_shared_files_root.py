@@ -48,7 +48,7 @@ def modes(root: Path) -> set[tuple[bool, int]]:
         (0o707, 0o707, 0o606),
     ],
     ids=lambda value: f"{value:o}",
-)  # fmt: skip
+)
 def test_files_get_the_permissions_of_those_who_can_write_to_the_root_whatever_the_umask_is(
     tmp_path: Path, mode: int, folder: int, file: int, umask: int
 ) -> None:
@@ -274,7 +274,7 @@ def test_a_failing_call_while_opening_is_a_typed_error_and_leaks_nothing(
     "options",
     [{"path": ""}, {"path": None}, {"capacity": 0}, {"capacity": None}, {"io_threads": 0}, {"io_threads": 257},
      {"free_space_floor": -1}, {"direct_io": True}],
-)  # fmt: skip
+)
 def test_invalid_options_are_rejected(tmp_path: Path, options: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         shared_options(**{"path": tmp_path / "s", **options})  # type: ignore[arg-type]

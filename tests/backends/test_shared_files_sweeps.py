@@ -196,7 +196,7 @@ DAMAGED = {
     "text for a number": json.dumps({"owner": "a", "begun": "1", "ended": 1, "written_s": 1.0}).encode(),
     "true for a number": json.dumps({"owner": "a", "begun": True, "ended": 1, "written_s": 1.0}).encode(),
     "more than any store has": b'{"owner": "a", "begun": 1, "ended": 1, "bytes": 1' + b"0" * 400 + b"}",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", DAMAGED)

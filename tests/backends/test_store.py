@@ -231,7 +231,7 @@ def in_lengths(lengths: Sequence[int]) -> PageView:
 @pytest.mark.parametrize("compression", [None, Compression()])
 @pytest.mark.parametrize("lengths", [
     [0, PAYLOAD_BYTES, 0], [1, 0, PAYLOAD_BYTES - 2, 1], [1] * 2000 + [PAYLOAD_BYTES - 2000]
-])  # fmt: skip
+])
 def test_parts_may_be_empty_and_many(lengths: Sequence[int], compression: Compression | None) -> None:
     codec = FrameCodec(NAMESPACE, PAYLOAD_BYTES, compression=compression)
     store = memory_store(codec)

@@ -80,7 +80,7 @@ def test_a_keyed_page_is_proved_by_its_key_and_kept_without_it(raws: Raws) -> No
     found = [last(verify_stored(raw, keys=given, remove=True)) for given in (right, wrong, none)]
     assert [(one.damaged, one.unsupported, one.unverifiable, one.removed) for one in found] == [
         ({}, {}, 0, 0), ({}, {"mac_key": 2}, 0, 0), ({}, {}, 2, 0),
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize(("sound", "damaged", "removed"), [(16, 16, 16), (15, 16, 0), (0, 15, 15)])

@@ -66,7 +66,7 @@ def run_engine(task: Task, seed: int, backend: UnreliableBackend, timeout_s: flo
     world = small_world(
         backend, device_pages=device_pages, host_pages=host_pages, timeout_s=timeout_s,
         copies=UnevenCopies, ranks=ranks,
-    )  # fmt: skip
+    )
     engine = RandomEngine(random.Random(seed), world)
     try:
         for _ in steps(engine):
@@ -85,7 +85,7 @@ def main() -> None:
     task = Task(**json.loads(sys.argv[1]))
     dist.init_process_group(
         "gloo", init_method=f"file://{task.folder}/rendezvous", rank=task.rank, world_size=task.size
-    )  # fmt: skip
+    )
     outcome = Outcome([])
     for seed in task.seeds:
         backend = UnreliableBackend(100 * seed + task.rank, misses=0.4 / task.size)

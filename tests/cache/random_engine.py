@@ -79,7 +79,7 @@ def small_world(
             **policies,
         ),
         **changes,
-    )  # fmt: skip
+    )
 
 
 class RandomEngine:

@@ -57,7 +57,7 @@ class UnreliableBackend(LastingBackend):
         found = super()._exists(call, keys)
         return self._numbers.randint(0, found) if self._happens(self.misses) else found
 
-    def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:  # fmt: skip
+    def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
         self._delay()
         if self._happens(self.misses):
             self.delete([self._numbers.choice(list(keys))], deadline=call.deadline)
@@ -65,7 +65,7 @@ class UnreliableBackend(LastingBackend):
 
     def _set(
         self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None
-    ) -> list[SetOutcome]:  # fmt: skip
+    ) -> list[SetOutcome]:
         self._delay()
         self.set_pages += len(keys)
         if self._happens(self.failures):

@@ -25,7 +25,7 @@ NAMES: list[Any] = [None, 5, 1.5, b"a", ["a"], {}]
 KEYS: list[Any] = [None, "abcd", b"abcd", 7, [1, 2, 3], object()]
 OTHER_KEYS: list[Any] = [
     prompt(9, 4), prompt(3, 4, salt="other"), prompt(3, 4, 5), RadixKey.of(range(3, 12), bigram=True)
-]  # fmt: skip
+]
 COUNTS: list[Any] = [-1, 1.5, NAN, INF, "3", None, True, 2**63, -HUGE, HUGE, [1]]
 PRIORITIES: list[Any] = [1.5, NAN, INF, "x", None, False, 2**63, HUGE, [1]]
 TIMES: list[Any] = [-1, -0.5, NAN, -INF, 10**400, Fraction(HUGE), "1", True, [1.0], 1j]
@@ -65,7 +65,7 @@ CALLS: dict[str, tuple[Call, Sequence[Any]]] = {
     "record_prefill seconds": (lambda side, bad: side.cache.record_prefill(1000, bad), LIMITED_TIMES),
     "drain timeout_s": (lambda side, bad: side.cache.drain(bad), [*TIMES, None]),
     "close timeout_s": (lambda side, bad: side.cache.close(bad), [bad for bad in LIMITED_TIMES if bad is not None]),
-}  # fmt: skip
+}
 BIGRAM = RadixKey.of([1, 2, 3], bigram=True)
 # Calls of a cache with tiers, and of a session cache.
 TIERED: dict[str, tuple[Call, Sequence[Any]]] = {
@@ -92,7 +92,7 @@ TIERED: dict[str, tuple[Call, Sequence[Any]]] = {
         lambda side, bad: side.tiered.storage.override(bad, Override.OFF), [None, "read", 0],
     ),
     "storage.override mode": (lambda side, bad: side.tiered.storage.override(Direction.READ, bad), [None, "off", 0]),
-}  # fmt: skip
+}
 SESSION: dict[str, tuple[Call, Sequence[Any]]] = {
     "open_session session_id": (lambda side, bad: side.sessions.open_session(bad), [*NAMES, "s"]),
     "open_session ttl_s": (lambda side, bad: side.sessions.open_session("t", ttl_s=bad), [*TIMES, 0]),

@@ -205,7 +205,7 @@ def test_decisions_are_counted_by_route_and_reason() -> None:
     assert set(counts) == {(route.value, decision.value) for route, decision in itertools.product(Route, Decision)}
     assert {key: count for key, count in counts.items() if count} == {
         ("prefetch", "too_slow"): PROBE_EVERY, ("prefetch", "probe"): 1, ("load", "pays"): 1,
-    }  # fmt: skip
+    }
 
 
 def test_if_all_requests_are_hits_a_few_are_computed_to_measure_prefill() -> None:
@@ -224,7 +224,7 @@ def test_if_all_requests_are_hits_a_few_are_computed_to_measure_prefill() -> Non
 @given(
     st.integers(0, 10**9), st.integers(1, 10**9),
     st.lists(st.integers(1, 10**9), min_size=OBSERVATIONS_MIN, max_size=20),
-)  # fmt: skip
+)
 def test_the_line_through_undisturbed_operations_is_not_slower_than_the_slowest(
     fixed_ns: int, bytes_per_s: int, sizes: list[int]
 ) -> None:

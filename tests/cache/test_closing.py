@@ -84,7 +84,7 @@ class FullBackend(LastingBackend):
 @pytest.mark.parametrize(
     ("host_pages", "config", "stored"), [(32, BACK, 5), (6, BACK, 5), (32, every_hit(write_policy=SELECTIVE), 0)],
     ids=["together", "in waves, because L2 is small", "not worth it, because they were used once"],
-)  # fmt: skip
+)
 def test_the_pages_that_are_only_on_l1_are_stored(host_pages: int, config: HiCacheConfig, stored: int) -> None:
     backend = memory_backend()
     world = computed(backend, host_pages=host_pages, config=config)

@@ -108,11 +108,11 @@ class Engine:
         config = {
             "page_size": PAGE, "host": {"tokens": 200}, "break_even": {"mode": "always"},
             "load_back_threshold_tokens": 1, "prefetch": {"policy": "wait_complete", "threshold_tokens": 1}, **entries,
-        }  # fmt: skip
+        }
         cache = create_cache(
             HiCacheConfig.model_validate(config), NAMESPACE, device=device,
             device_blocks=EngineBlocks(self.regions, first=1, slots_per_block=PAGE), engine_pages=self.pages,
-        )  # fmt: skip
+        )
         assert isinstance(cache, EngineCache)
         self.cache = cache
         self.running: list[Request] = []

@@ -14,7 +14,7 @@ from tests.cache.world import GEOMETRY, NAMESPACE
 
 SLOTS = 9 * GEOMETRY.page_size
 CONFIG = {"page_size": GEOMETRY.page_size, "host": {"tokens": 64}, "break_even": {"mode": "always"},
-          "load_back_threshold_tokens": 1}  # fmt: skip
+          "load_back_threshold_tokens": 1}
 
 
 class Engine:

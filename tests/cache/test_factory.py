@@ -33,7 +33,7 @@ NAMESPACE = Namespace(model="m", geometry=GEOMETRY)
 def config(**sections: object) -> HiCacheConfig:
     return HiCacheConfig.model_validate({"page_size": 4, "device": {"tokens": 64},
                                          "prefetch": {"threshold_tokens": 4, "timeout_base": 30},
-                                         "transfer": {"io_workers": 1}, **sections})  # fmt: skip
+                                         "transfer": {"io_workers": 1}, **sections})
 
 
 def file_storage(path: Path) -> dict[str, object]:
@@ -124,7 +124,7 @@ def test_with_a_storage_format_stored_pages_are_compressed_and_encrypted(tmp_pat
     root = tmp_path / "pages"
     settings = config(storage=file_storage(root), storage_format={
         "compression": "zstd", "encryption_key_file": key_file(tmp_path / "key", "ab"),
-    })  # fmt: skip
+    })
     wide = replace(GEOMETRY, head_dim=1024)
     for header in store_two_pages(settings, replace(NAMESPACE, geometry=wide), root):
         assert header.tag_kind == TagKind.AES_256_GCM
@@ -136,7 +136,7 @@ def test_with_a_storage_format_stored_pages_are_compressed_and_encrypted(tmp_pat
     ("names", "sections", "shown"),
     [({"model": "a model"}, {}, "a model"), ({"label": "a name"}, {}, "a name"),
      ({"label": "/srv/llama"}, {"model_label": "our llama"}, "our llama")],
-)  # fmt: skip
+)
 def test_stored_pages_have_the_configured_label_or_that_of_the_engine_or_the_name_of_the_model(
     names: dict[str, Any], sections: dict[str, str], shown: str, tmp_path: Path
 ) -> None:

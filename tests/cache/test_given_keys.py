@@ -33,7 +33,7 @@ def test_events_of_given_keys_contain_the_keys_and_no_tokens() -> None:
     events = reader.drain(100)
     assert [event[1:6] for event in events if isinstance(event, Stored)] == [
         (tuple(HASHES[:2]), None, b"", b"", 4), (tuple(HASHES[2:]), HASHES[1], b"", b"", 4),
-    ]  # fmt: skip
+    ]
     index.apply(events)
     index.check()
     assert index.prefix_pages([*HASHES, b"x" * 32], Medium.DEVICE) == 6
@@ -65,7 +65,7 @@ def test_events_have_the_blocks_of_described_pages() -> None:
     reader.request_snapshot()
     recorder.poll(tree)
     assert blocks_of(reader.drain(10)[-3:]) in ([(None, described(1)), (described(2),), ()],
-                                                [(None, described(1)), (), (described(2),)])  # fmt: skip
+                                                [(None, described(1)), (), (described(2),)])
 
 
 def test_a_page_that_leaves_the_tree_has_its_blocks_when_it_is_read_again() -> None:

@@ -170,7 +170,7 @@ def test_storage_behind_the_device_is_read_with_the_pages_before_it() -> None:
 def test_pages_on_the_device_are_only_read_if_those_behind_them_pay_for_both() -> None:
     """Storage reads two pages in the time in which one is computed."""
     given = Rates(prefill_tokens_per_s=1000, host_bytes_per_s=1 << 40,
-                  storage_bytes_per_s=GEOMETRY.payload_bytes * 2000 // GEOMETRY.page_size)  # fmt: skip
+                  storage_bytes_per_s=GEOMETRY.payload_bytes * 2000 // GEOMETRY.page_size)
     for device_pages, reads in ((3, 8), (5, 0)):
         backend = filled(GatedBackend(), LONG)
         rule = BreakEven(None, GEOMETRY.payload_bytes, given=given)
@@ -546,7 +546,7 @@ def test_a_closed_cache_rejects_new_operations_and_ends_running_ones() -> None:
     assert world.cache.close()
     assert not world.cache.prefetch("d", KEY)
     for call in (lambda: world.cache.lookup("d", KEY), lambda: world.cache.begin_load("d", KEY, 0, 1),
-                 lambda: world.cache.begin_write("d", KEY)):  # fmt: skip
+                 lambda: world.cache.begin_write("d", KEY)):
         with pytest.raises(InvalidInput, match="closed"):
             call()
     world.cache.end_load(load, 0.1)
@@ -594,7 +594,7 @@ def config(**sections: object) -> HiCacheConfig:
     return HiCacheConfig.model_validate({"page_size": 4, "host": {"tokens": 64},
                                          "prefetch": {"threshold_tokens": 4, "timeout_base": 30},
                                          "load_back_threshold_tokens": 4, "break_even": {"mode": "always"},
-                                         **sections})  # fmt: skip
+                                         **sections})
 
 
 def test_the_pool_and_the_options_of_the_configuration_are_used() -> None:

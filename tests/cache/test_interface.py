@@ -35,7 +35,7 @@ def test_the_interface_has_the_methods_that_an_engine_calls() -> None:
     assert PROPERTIES == ["device", "page_size", "writeback_pages"]
     expected = {
         "begin_request", "cache_finished_req", "cache_unfinished_req", "extend", "peek", "pin", "poll", "record_events",
-    }  # fmt: skip
+    }
     assert expected <= set(METHODS)
 
 

@@ -84,7 +84,7 @@ def test_a_host_cache_and_a_chunk_cache_have_one_owner_too() -> None:
     world.write("a", key)
     load = world.begin_load("b", key, 0, 2)
     for call in (lambda: world.cache.lookup("c", key), lambda: world.cache.end_load(load, 0.1),
-                 lambda: world.cache.begin_write("c", key), lambda: world.cache.prefetch("c", key)):  # fmt: skip
+                 lambda: world.cache.begin_write("c", key), lambda: world.cache.prefetch("c", key)):
         with pytest.raises(WrongThread):
             on_another_thread(call)
     world.cache.end_load(load, 0.1)

@@ -40,7 +40,7 @@ class Shard(World):
         stage, tp_rank = divmod(group.rank, TP_SIZE)
         self.geometry = KVGeometry(
             layers=STAGE_LAYERS[stage], heads=2, head_dim=16, page_size=PAGE_SIZE, dtype="float32"
-        )  # fmt: skip
+        )
         namespace = Namespace(
             "test", self.geometry, tp_rank=tp_rank, tp_size=TP_SIZE, pp_rank=stage, pp_size=len(STAGE_LAYERS)
         )
@@ -64,7 +64,7 @@ class Ranks:
             "prefetch": {"threshold_tokens": PAGE_SIZE, "policy": "wait_complete"},
             "storage": {"type": "file", "options": {"path": str(folder)}},
             "break_even": break_even,
-        })  # fmt: skip
+        })
         groups = gloo_ranks(len(STAGE_LAYERS) * TP_SIZE, deadline_s=WAIT_S)
         with ThreadPoolExecutor(len(groups)) as pool:  # each waits for the others
             self.shards = list(pool.map(lambda group: Shard(config, group), groups))

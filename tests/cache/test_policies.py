@@ -41,7 +41,7 @@ def full_on_l2(host_pages: int) -> World:
     ("policy", "selective_hits", "expected"),
     [("write_through", 2, (2, 3, 4)), ("write_through_selective", 2, (0, 1, 1)),
      ("write_through_selective", 3, (0, 0, 1))],
-)  # fmt: skip
+)
 def test_a_page_is_copied_when_as_many_requests_have_used_it_as_the_policy_requires(
     policy: str, selective_hits: int, expected: tuple[int, ...]
 ) -> None:

@@ -59,7 +59,7 @@ def world_of(
     return World(
         device_pages=400, host_pages=400, backend=backend, config=every_hit(prefetch=options),
         clock=clock or ShiftedClock(),
-    )  # fmt: skip
+    )
 
 
 def start(world: World, backend: GatedBackend, keys: dict[str, RadixKey]) -> None:

@@ -170,7 +170,7 @@ def test_only_the_first_waiting_requests_are_looked_up_again_and_each_once_per_i
     world = world_of(
         backend, clock=clock, break_even=BreakEven(BreakEvenConfig(mode="always")),
         config=every_hit(prefetch=prefetch(operations_max=20)),
-    )  # fmt: skip
+    )
     for number in range(FIRST + 4):
         world.cache.prefetch_from_storage(f"r{number}", PROMPTS[number])
     world.settle()

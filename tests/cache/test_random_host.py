@@ -139,7 +139,7 @@ class RandomHost:
             *[self.look_up] * 4, *[self.begin_write] * 4, *[self.end_write] * 5, *[self.copy] * 2,
             *[self.begin_load] * 4, *[self.end_load] * 4, *[self.prefetch] * 3, *[self.abort] * 3, *[self.poll] * 2,
             self.detach, self.empty,
-        ]  # fmt: skip
+        ]
 
     def open_storage(self, epoch: int) -> Storage:
         return self.stores.setdefault(epoch, memory_backend(epoch=epoch))
@@ -419,7 +419,7 @@ class OffersFailedLoads(HostCache):
 
 
 BROKEN = [ShowsAtBegin, LoadsWithoutHolding, FreesWritesAtClear, ShowsOldWrites, WritesForOldRequests,
-          ReservesTwice, DropsEarlyWrites, OffersFailedLoads]  # fmt: skip
+          ReservesTwice, DropsEarlyWrites, OffersFailedLoads]
 
 
 @pytest.mark.parametrize("kind", BROKEN)

@@ -44,7 +44,7 @@ class RandomTalks:
             ),
             transfer=tuned(TransferConfig, storage_batch_pages=2, write_pages_max=30, load_pages_max=20),
             position_bytes=numbers.choice([TOKEN_BYTES, BIGRAM_BYTES]),
-        )  # fmt: skip
+        )
         self.talks.leave()  # the tests close it
         self.history: dict[str, list[int]] = {}  # the tokens of each conversation, as its client knows them
         self.running: list[tuple[Talk, str | None]] = []

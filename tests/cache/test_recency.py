@@ -311,7 +311,7 @@ def test_a_cache_without_an_l1_notifies_storage_too() -> None:
 @pytest.mark.parametrize(
     ("seen", "uses"), [(lambda store: store, 1), (WithoutNotices, 2), (WithoutUsesOrNotices, None)],
     ids=["by a notice", "by the reply to a touch", "not at all: the control"],
-)  # fmt: skip
+)
 def test_an_evicted_prompt_is_stored_again_at_its_next_use_after_the_cache_has_noticed(
     seen: Callable[[Storage], Storage], uses: int | None
 ) -> None:

@@ -84,7 +84,7 @@ def test_neither_errors_nor_the_log_show_tokens(kind: str, caplog: pytest.LogCap
         (side.cache.cache_unfinished_req, request, other), (side.cache.cache_finished_req, request, long),
         (side.cache.cache_finished_req, request, [TOKEN]), (side.cache.begin_request, [TOKEN], SECRET),
         (side.cache.prefetch_from_storage, "b", (TOKEN,)), (side.cache.extend, SECRET, 9),
-    ]  # fmt: skip
+    ]
     for call, *arguments in calls:
         with pytest.raises(HiCacheError) as raised:
             call(*arguments)

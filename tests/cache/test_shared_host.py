@@ -66,7 +66,7 @@ def sections(name: str, *, owner: str = "engine", tokens: int = 64, **others: An
     host = {"tokens": tokens, "shared": {"name": name, "owner": owner}}
     return {"page_size": 4, "device": {"tokens": 64}, "host": host,
             "prefetch": {"threshold_tokens": 4, "timeout_base": 30},
-            "transfer": {"io_workers": 1}, **others}  # fmt: skip
+            "transfer": {"io_workers": 1}, **others}
 
 
 def on(daemon: Daemon) -> dict[str, Any]:

@@ -222,7 +222,7 @@ def test_the_span_of_a_prefetch_says_why_nothing_was_read(spans: Spans) -> None:
     world.close()
     assert [(found["hit_pages"], found["outcome"]) for found in spans.named("prefetch")] == [
         (0, "prefetch_queued"), (3, "arrived"), (0, "prefetch_hit_too_short"),
-    ]  # fmt: skip
+    ]
     spans.check()
 
 

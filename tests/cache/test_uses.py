@@ -134,7 +134,7 @@ def test_bigrams_and_given_page_keys_are_counted_too(position_bytes: int) -> Non
         RadixKey.of([*range(9), last], bigram=True) if bigram
         else RadixKey.of_hashes([bytes([page]) * 32 for page in (1, 2, last)])
         for last in (50, 60)
-    )  # fmt: skip
+    )
     m = UseMemory(32, 4)
     pages = len(one.tokens) // 32
     m.note("a", one, pages)
@@ -154,5 +154,5 @@ def test_the_same_pages_have_the_same_hashes_in_each_process() -> None:
             capture_output=True, timeout=300,
         ).stdout
         for seed in ("1", "2")
-    }  # fmt: skip
+    }
     assert len(outputs) == 1

@@ -193,7 +193,7 @@ class World(Stepped):
         self.controller = HiCacheController(
             self.host, copies(self.device.blocks, HostWindow(self.host)), backend, configured(config, transfer),
             ranks=ranks, stores_pages=stores_pages, rates=len(Rates()), clock=clock,
-        )  # fmt: skip
+        )
         self.cache = kind(
             self.device,
             self.host,

@@ -26,12 +26,12 @@ VALUES = [
     "mem.yaml", "bytes.yaml", "trace.jsonl", "none.yaml", "none/x", "/proc/self/mem", "/root", ".", "..", "-", "=",
     "a=b", "page_size=", "host.size=1e400GiB", "host.tokens=1125899906842624", "1PiB", "-5GiB", "366d", "cuda:999",
     "ff", "storage.type=memory", "storage.options.path=", "storage=null", "device.tokens=1", "storage.type=nosuch",
-]  # fmt: skip
+]
 # Arguments that make long commands short.
 EXTRA = {
     ("replay",): ["--requests", "2", "--prefill-rate", "0"], ("trace", "generate"): ["--requests", "2"],
     ("demo",): ["--set", "no.entry=1"], ("serve",): ["--set", "no.entry=1"], ("dev-up",): ["--port", "0"],
-}  # fmt: skip
+}
 # Options of a group, so that no command reaches a daemon on this machine.
 GROUPS = {"ctl": ["--socket", "none.sock"]}
 # Commands that exit with 1 if a file is invalid, or a check fails.
@@ -110,7 +110,7 @@ def test_hostile_arguments_end_with_a_message_and_a_documented_exit_code(
      "demo -c pipe.yaml --storage file", "demo -c link.yaml", "inspect --mac-key-file pipe empty",
      "plan pipe", "plan - --nodes 65", "plan - --endurance nan", "plan /dev/zero",
      "verify --encryption-key-file /dev/zero dir", "dev-up redis --port 65536", "purge --yes link.yaml"],
-)  # fmt: skip
+)
 def test_arguments_that_once_hung_or_raised_give_exit_code_2(line: str) -> None:
     result = CliRunner().invoke(main, line.split(), input="")
     assert result.exit_code == 2 and result.stderr.strip(), result.output
@@ -129,7 +129,7 @@ def test_an_empty_path_is_a_usage_error(line: str) -> None:
     [[b"ls", b"\xff\xfe.yaml"], [b"config", b"check", b"pipe.yaml"], [b"purge", b"--yes", b"pipe.yaml"],
      [b"ls", b"\x1b]0;title\x07.yaml"]],
     ids=lambda arguments: ascii(b" ".join(arguments)),
-)  # fmt: skip
+)
 def test_a_real_process_with_hostile_bytes_ends_with_one_message(arguments: list[bytes]) -> None:
     command = [os.fsencode(sys.executable), b"-m", b"hicache", *arguments]
     done = subprocess.run(command, capture_output=True, timeout=300, check=False, stdin=subprocess.DEVNULL)

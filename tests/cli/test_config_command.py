@@ -44,7 +44,7 @@ def test_check_of_an_invalid_configuration_lists_its_problems_and_fails(tmp_path
     ("backend", "hint"),
     [("fiel", "did you mean 'file'?"), ("pigeon", ", file, levels, "), ("nomod:Cls", "No module named 'nomod'"),
      ("json:loads", "is not a Driver"), ("hicache.backends.memory:Nothing", "cannot be loaded")],
-)  # fmt: skip
+)
 def test_check_looks_for_the_storage_backend(tmp_path: Path, backend: str, hint: str) -> None:
     file = tmp_path / "x.yaml"
     file.write_text(f"storage: {{type: '{backend}'}}\n")
@@ -56,7 +56,7 @@ def test_check_looks_for_the_storage_backend(tmp_path: Path, backend: str, hint:
 def test_check_accepts_backends_that_exist_and_opens_none(tmp_path: Path) -> None:
     file, store = tmp_path / "x.yaml", tmp_path / "store"
     for storage in (f"{{type: file, options: {{path: {store}}}}}", "{type: memory, options: {capacity: 5}}",
-                    "{type: 'hicache.backends.memory:open_memory'}"):  # fmt: skip
+                    "{type: 'hicache.backends.memory:open_memory'}"):
         file.write_text(f"storage: {storage}\n")
         assert invoke("check", str(file)).exit_code == 0
     assert not store.exists()

@@ -72,7 +72,7 @@ def test_without_storage_only_the_machine_is_checked(tmp_path: Path) -> None:
     found = rows(doctor(configured(tmp_path, None), "--json"))
     assert [*found] == [
         "configuration", "versions", "clock", "memory", "/dev/shm", "memlock", "device", "numa", "storage"
-    ]  # fmt: skip
+    ]
     assert found["versions"]["figures"]["numpy"] and found["storage"]["verdict"] == "info"
 
 
@@ -176,7 +176,7 @@ def test_the_table_fits_into_the_terminal(tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_each_part_of_a_composition_has_its_own_rows(tmp_path: Path) -> None:
     parts = [{"name": "ram", "type": "memory", "options": {"capacity": 16 << 20}},
-             {"name": "disk", **file_storage(tmp_path)}]  # fmt: skip
+             {"name": "disk", **file_storage(tmp_path)}]
     found = rows(doctor(configured(tmp_path, {"type": "levels", "options": {"levels": parts}}), "--json"))
     assert found["ram"]["verdict"] == found["disk"]["verdict"] == "ok"
     assert found["memory"]["figures"]["needed"] == (64 << 20) + (16 << 20)
@@ -295,7 +295,7 @@ def test_a_daemon_and_its_engine_are_checked(tmp_path: Path) -> None:
     {"type": "remote", "options": {"url": "http://HERE"}},
     {"type": "s3", "options": {"bucket": "bucket", "endpoint_url": "http://HERE", "access_key_env": "HOME",
                                "secret_key_env": "HOME", "timeout": "2s"}},
-], ids=lambda storage: storage["type"])  # fmt: skip
+], ids=lambda storage: storage["type"])
 def test_a_dead_and_a_silent_server_are_failed_rows(
     tmp_path: Path, storage: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -316,7 +316,7 @@ def test_a_dead_and_a_silent_server_are_failed_rows(
 @pytest.mark.parametrize(("kind", "finding", "advice"), [
     ("LyingStore", "other bytes", ""),
     ("KeepingStore", "could not be removed", "hicache purge STORE --namespace "),
-])  # fmt: skip
+])
 def test_a_store_that_breaks_its_contract_fails(tmp_path: Path, kind: str, finding: str, advice: str) -> None:
     found = rows(doctor(configured(tmp_path, {"type": f"{STRANGE}:{kind}"}), "--json"))[f"{STRANGE}:{kind}"]
     assert found["verdict"] == "fail" and finding in found["finding"] and advice in found["advice"]

@@ -35,7 +35,7 @@ def test_l1_and_host_memory_of_all_ranks_follow_from_the_flags(tmp_path: Path) -
     l1 = 1_000_000 * token_bytes
     assert found["sglang"]["figures"] == {
         "page_size": 64, "ranks": 2, "l1_tokens": 1_000_000, "token_bytes": token_bytes, "l1": l1
-    }  # fmt: skip
+    }
     assert found["memory"]["figures"]["needed"] == 2 * 3 * l1 and " of 2 ranks" in found["memory"]["finding"]
 
 
@@ -46,7 +46,7 @@ def test_l1_and_host_memory_of_all_ranks_follow_from_the_flags(tmp_path: Path) -
         ("--tp 8 --nnodes 2", 4, 16 * KIB), ("--tp 2 --dp 3", 6, 64 * KIB),
         ("--tp 4 --dp 2 --enable-dp-attention", 4, 64 * KIB), ("--tp 4 --attn-dp-size 4", 4, 128 * KIB),
     ],
-)  # fmt: skip
+)
 def test_ranks_share_heads_and_each_has_its_own_host_memory(
     tmp_path: Path, flags: str, ranks: int, token_bytes: int
 ) -> None:
@@ -76,7 +76,7 @@ def test_pages_of_another_size_than_the_configuration_fail_and_short_ones_are_a_
 def test_without_the_flags_of_the_tree_sglang_does_not_use_it(tmp_path: Path) -> None:
     assert verdicts(doctor(tmp_path, "--page-size 64")) == {
         "sglang": "info", "sglang --radix-cache-backend": "warn", "sglang --enable-hierarchical-cache": "fail"
-    }  # fmt: skip
+    }
     assert "sglang --enable-hierarchical-cache" not in verdicts(doctor(tmp_path, "--enable-hicache"))
 
 
@@ -93,7 +93,7 @@ VALUES = {
     "attn_cp_size": ("2", "1"), "dcp_size": ("2", "1"), "disaggregation_mode": ("decode", "prefill"),
     "enable_pd_role_switch": ("", None), "enable_pdmux": ("", None), "enable_unified_memory": ("", None),
     "kv_canary_sweep_interval": ("100", None),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("refusal", REFUSED, ids=lambda each: each.field)

@@ -25,7 +25,7 @@ def run(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]
     return subprocess.run(
         [sys.executable, "-m", "hicache", *args], capture_output=True, text=True, timeout=300, check=False, cwd=cwd,
         stdin=subprocess.DEVNULL,
-    )  # fmt: skip
+    )
 
 
 def test_version_is_that_of_the_package() -> None:
@@ -41,7 +41,7 @@ HEAVY = {"torch", "fastapi", "uvicorn", "boto3", "redis", "zmq", "mooncake", "hi
     ("line", "heavy"),
     [*((option, HEAVY | {"numpy", "pydantic", "cryptography"}) for option in ("--version", "--help")),
      *((line, HEAVY) for line in ("config check", "purge . --yes", "doctor -c none.yaml"))],
-)  # fmt: skip
+)
 def test_a_command_imports_nothing_heavy(line: str, heavy: set[str], tmp_path: Path) -> None:
     """A command for operators imports no engine, no server and no laboratory; version and help not even numpy."""
     code = (
@@ -148,7 +148,7 @@ def test_a_closed_output_is_one_line_and_exit_code_2() -> None:
     result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
     assert (result.returncode, result.stderr) == (
         2, "hicache: standard output is closed; redirect it to a file or a terminal\n",
-    )  # fmt: skip
+    )
 
 
 def test_ctrl_c_is_exit_code_130_without_a_traceback() -> None:
@@ -206,7 +206,7 @@ def test_an_error_that_a_user_can_fix_is_one_line_and_exit_code_2(error: Excepti
     [KeyError("x"), RecursionError("deep"), UnicodeDecodeError("utf-8", b"x", 0, 1, "no"), OverflowError("large"),
      InvariantError("a page twice"), ExceptionGroup("two", [ValueError("a\nb")])],
     ids=repr,
-)  # fmt: skip
+)
 def test_a_bug_is_one_line_and_exit_code_3_and_its_traceback_is_saved(
     error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
                      "hidden_size": 2880}, 48 << 10),
     "deepseek-v3": ({"num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128,
                      "kv_lora_rank": 512, "qk_rope_head_dim": 64, "torch_dtype": "bfloat16"}, 61 * 576 * 2),
-}  # fmt: skip
+}
 
 KIB = 1024
 # KV bytes per token of one rank: 2 x layers x KV heads x head dim x 2 bytes, or layers x (512 + 64) x 2 for MLA.
@@ -52,7 +52,7 @@ def test_a_known_model_and_its_published_configuration_have_the_same_kv(name: st
 
 
 @pytest.mark.parametrize("text", ["", "[]", "null", "{}", '{"num_hidden_layers": "x"}', "[" * 100_000,
-                                  '{"num_hidden_layers": 2, "num_attention_heads": 0, "hidden_size": 8}'])  # fmt: skip
+                                  '{"num_hidden_layers": 2, "num_attention_heads": 0, "hidden_size": 8}'])
 def test_a_file_without_attention_is_rejected(text: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(ConfigError, match="does not describe attention"):

@@ -110,7 +110,7 @@ def test_inspect_shows_the_header_of_a_sound_page(store: Store) -> None:
 
 @pytest.mark.parametrize(("time", "words", "number"), [
     (b"\0" * 8, "unknown", None), (b"\xff" * 8, "not a valid time: 18446744073709551615", 2**64 - 1),
-])  # fmt: skip
+])
 def test_inspect_shows_a_missing_and_an_impossible_time_of_storing(
     store: Store, time: bytes, words: str, number: int | None
 ) -> None:
@@ -170,7 +170,7 @@ def test_verify_counts_damage_by_reason_and_removes_it_only_with_the_option(stor
         lines = result.stdout.splitlines()
         assert (result.exit_code, lines[0][-9:], lines[1:4]) == (1, "3 damaged", [
             "  not_regular: 1", "  size: 1", "  tag: 1",
-        ])  # fmt: skip
+        ])
         # Each line has the path of the page's file, which `inspect` accepts.
         assert {line.partition(":")[0].strip() for line in lines[4:7]} == {str(path) for path in files}
         assert (lines[-1], store.pages()) == ("removed 3" if remove else f"  {files[2]}: tag", left)
@@ -209,7 +209,7 @@ def test_verify_shows_a_progress_bar_on_a_terminal_and_then_the_result(store: St
         result = subprocess.run(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=terminal, timeout=300, check=False,
             env={**os.environ, "TERM": "xterm", "COLUMNS": "120"},
-        )  # fmt: skip
+        )
         shown = os.read(controller, 65536).decode()
     finally:
         os.close(controller)

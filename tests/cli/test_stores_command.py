@@ -119,7 +119,7 @@ def test_ls_of_a_namespace_and_as_json_has_plain_numbers(stores: Stores) -> None
     assert found == {
         "namespace": NEW.hex(), "label": "small-model", "weights_epoch": 4, "payload_bytes": PAYLOAD_BYTES,
         "tags": ["XXH3_128"], "encodings": ["plain"], "pages": 4, "bytes": 4 * PAGE,
-    }  # fmt: skip
+    }
 
 
 def test_ls_of_pages_shows_the_parent_of_each(stores: Stores) -> None:
@@ -241,7 +241,7 @@ def test_a_store_that_is_missing_or_cannot_be_listed_is_one_line_and_exit_code_2
     for store, words in (
         (stores.folder / "none", "check the path"), (empty, "has no section `storage`"),
         (memory, "all parts of the store are memory"),
-    ):  # fmt: skip
+    ):
         result = invoke(args[0], store, *args[1:])
         assert result.exit_code == 2 and words in result.stderr and result.stderr.count("\n") == 1
 
@@ -268,7 +268,7 @@ def test_a_copy_skips_damaged_pages_and_pages_behind_them(stores: Stores) -> Non
     result = invoke("copy", stores.root("a"), stores.root("b"), "--namespace", "12")
     assert (result.exit_code, result.stdout.splitlines()) == (1, [
         "copied 1 page, 4.0 KiB", "  1 page damaged and skipped", "  2 pages skipped because the page before it was",
-    ])  # fmt: skip
+    ])
     assert stores.found("b", NEW, KEYS) == 1
 
 
@@ -278,7 +278,7 @@ def test_a_copy_into_a_small_store_keeps_whole_prefixes(stores: Stores) -> None:
     stores.fill("long", NEW, keys)
     stores.open("b").backend.close()
     path = stores.configured(type="file", options={"path": str(stores.root("b")), "capacity": "1MiB",
-                                                   "free_space_floor": 0})  # fmt: skip
+                                                   "free_space_floor": 0})
     result = invoke("copy", stores.root("long"), path, "--namespace", "12")
     assert result.exit_code == 1 and "1 page rejected" in result.stdout
     assert stores.found("b", NEW, keys) == room
@@ -334,7 +334,7 @@ def test_verify_checks_every_part(stores: Stores) -> None:
     assert result.stdout.splitlines() == [
         "a:", "checked 10 pages, 40.0 KiB: none damaged",
         "b:", "checked 4 pages, 16.0 KiB: 1 damaged", "  tag: 1", f"  {damaged}: tag",
-    ]  # fmt: skip
+    ]
     assert invoke("verify", path, "--part", "a").exit_code == 0
 
 

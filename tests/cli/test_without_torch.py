@@ -48,7 +48,7 @@ def test_operators_commands_work_without_torch(tmp_path: Path, page: Path) -> No
         "ls store", "ls store.yaml --pages", "stat store --chains", "verify store", "inspect PAGE", "copy store other",
         "trim store --to 0 --yes", "purge store --yes", "config check store.yaml", "config schema",
         "doctor -c store.yaml", "trace generate trace.jsonl --requests 2", "plan trace.jsonl --nodes 2",
-    ]  # fmt: skip
+    ]
     assert failures([line.replace("PAGE", str(page)).split() for line in lines], tmp_path) == "[]"
 
 

@@ -65,7 +65,7 @@ class Engine:
         self.guard = shell.Store(
             self.faults, FrameCodec(bytes(32), 64),
             tuned(GuardConfig, failures=1, backoff_min=0.001, backoff_max=0.001, retry_share=0.0),
-        )  # fmt: skip
+        )
         self.gate.slot.start(self.guard)
 
     def step(self) -> None:
@@ -138,7 +138,7 @@ REASONS: dict[str, tuple[Step, set[Direction], Step | None, type[StorageGate]]] 
     "writes back off": (lambda e: e.gate.failed(WRITE), {WRITE}, lambda e: e.gate.succeeded(WRITE), NeverBacksOff),
     "reads end": (lambda e: e.gate.stop(READ), {READ}, None, NeverStops),
     "writes end": (lambda e: e.gate.stop(WRITE, at=e.clock() + 5), {WRITE}, None, NeverStops),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("reason", REASONS)

@@ -24,7 +24,7 @@ from .process import Daemon, answer_of, request
 # Short timeouts, so that the attacks reach them soon; few connections, so that an attack can use them all.
 BOUNDS: dict[str, Any] = {
     "client_timeout": "500ms", "connections_max": 100, "drain_timeout": "2s",
-}  # fmt: skip
+}
 OPEN = f"/v1/namespaces/{NAMESPACE}"
 PAYLOAD_BYTES = 5000
 FRAME_BYTES = 8192
@@ -83,7 +83,7 @@ def absurd_lengths(daemon: Daemon, dice: random.Random) -> Answers:
     found: Answers = Counter()
     post = f"POST {OPEN}/exists HTTP/1.1\r\nhost: localhost\r\n".encode()
     lengths = [b"999999999999", b"18446744073709551615", b"99999999999999999999999", b"-1", b"0x10", b"1e9", b"4, 4",
-               b"4\r\ncontent-length: 5", b" ", b"4\r\ntransfer-encoding: chunked"]  # fmt: skip
+               b"4\r\ncontent-length: 5", b" ", b"4\r\ntransfer-encoding: chunked"]
     for length in lengths:
         found[send_raw(daemon, post + b"content-length: " + length + b"\r\n\r\n{}")] += 1
     write = f"POST {OPEN}/write?count=1 HTTP/1.1\r\nhost: localhost\r\ncontent-length: 999999999999\r\n\r\n".encode()
@@ -107,7 +107,7 @@ def heads(daemon: Daemon, dice: random.Random) -> Answers:
         b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", b"CONNECT x:1 HTTP/1.1\r\nhost: localhost\r\n\r\n",
         b"GET / HTTP/1.1\r\nhost: localhost\r\nupgrade: websocket\r\nconnection: upgrade\r\n\r\n",
         b"\0" * 100_000,
-    ):  # fmt: skip
+    ):
         found[send_raw(daemon, piece)] += 1
     assert set(found) <= {0, 200, 400, 404, 405, 431}, found
     return found
@@ -186,7 +186,7 @@ def strange_json(daemon: Daemon, dice: random.Random) -> Answers:
     wrong: list[Any] = [
         [keys[0][:-1]], [keys[0] + "0"], [keys[0].upper() + "g"], ["../../etc/passwd"], [None], [1], "x" * 64, {},
         [[keys[0]]], keys_of(1, dice) * (KEYS_MAX + 1), ["\0" * 64], ["é" * 64],
-    ]  # fmt: skip
+    ]
     for some in wrong:
         bodies.append(json.dumps({"keys": some, "timeout_s": 1}).encode())
     bodies.append(json.dumps({"keys": keys, "timeout_s": 1, "more": 1}).encode())
@@ -210,7 +210,7 @@ def foreign_frames(daemon: Daemon, dice: random.Random) -> Answers:
         wrong: list[Any] = [
             [8], [-1], [0, 0], [1 << 40], [1 << 70], [0.5], ["0"], [None], [True], [0, 8], [], [0, 1, 2], [[0]], {},
             list(range(9)),
-        ]  # fmt: skip
+        ]
         for frames in wrong:
             for verb in ("get", "set"):
                 body = {"keys": keys_of(2, dice), "memory": name, "frames": frames, "timeout_s": 1}
@@ -265,7 +265,7 @@ def planted_files(daemon: Daemon, dice: random.Random) -> Answers:
             state = os.stat(path) if path.exists() else os.lstat(daemon.log_file)
             for device, inode, pages in (
                 (state.st_dev, state.st_ino, 8), (state.st_dev, state.st_ino, 1 << 20), (0, 0, 8), (None, None, 8),
-            ):  # fmt: skip
+            ):
                 body: dict[str, Any] = {"frame_bytes": FRAME_BYTES, "pages": pages, "timeout_s": 0.2}
                 body |= {"device": device, "inode": inode}
                 if device is None:
@@ -294,7 +294,7 @@ def strange_memories(daemon: Daemon, dice: random.Random) -> Answers:
             {"inode": shared.identity[1] + 1}, {"device": shared.identity[0] + 1}, {"pages": 7}, {"pages": 1 << 31},
             {"frame_bytes": 4096}, {"frame_bytes": 4097}, {"pages": 0}, {"pages": -1}, {"inode": -1},
             {"inode": 1 << 70}, {"device": None}, {"frame_bytes": 1 << 40}, {"shape": "zz"}, {"timeout_s": 0},
-        ):  # fmt: skip
+        ):
             found[attach(daemon, shared, **other)[0]] += 1
     assert set(found) <= {404, 405, 409, 413, 422, 503}, found
     return found
@@ -315,7 +315,7 @@ def dead_clients(daemon: Daemon, dice: random.Random) -> Answers:
                 ("exists", {"keys": keys, "timeout_s": 5}), ("get", transfer), ("set", {**transfer, "parent": None}),
                 ("read", {"keys": keys, "timeout_s": 5}),
             )
-        ]  # fmt: skip
+        ]
         pages = dice.randbytes(8 * (32 + FRAME_BYTES))
         whole_requests.append(request("POST", f"{OPEN}/write?count=8&timeout_s=5", pages))
         for whole in whole_requests:
@@ -332,4 +332,4 @@ def dead_clients(daemon: Daemon, dice: random.Random) -> Answers:
 ATTACKS: tuple[Attack, ...] = (
     absurd_lengths, heads, slow_clients, many_connections, floods, strange_json, foreign_frames, planted_files,
     strange_memories, dead_clients,
-)  # fmt: skip
+)

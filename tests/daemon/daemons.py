@@ -103,7 +103,7 @@ class Daemon:
     def configure(self, daemon: Mapping[str, Any] | None = None, **sections: Any) -> None:
         """Write the configuration for the next start or reload."""
         entries = {"socket": str(self.socket), "listen": f"{LOOPBACK}:{self.port}", "pool": "4MiB",
-                   "staging": "4MiB", **(daemon or {})}  # fmt: skip
+                   "staging": "4MiB", **(daemon or {})}
         content = {"daemon": entries, "storage": {"type": "memory"}, **sections}
         self.config_file.write_text(yaml.safe_dump(content))
 

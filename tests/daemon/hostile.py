@@ -64,7 +64,7 @@ def _most(one: Resources, other: Resources) -> Resources:
     return Resources(
         max(one.resident_bytes, other.resident_bytes), max(one.descriptors, other.descriptors),
         max(one.threads, other.threads),
-    )  # fmt: skip
+    )
 
 
 def run(folder: Path, seed: int, goes_on: Callable[[int], bool], is_warm: Callable[[int], bool]) -> Outcome:
@@ -105,7 +105,7 @@ def main() -> int:
         outcome = run(
             Path(folder) / "daemon", options.seed, lambda _: elapsed() < total_s,
             lambda number: number > 0 and elapsed() > WARM_UP * total_s,
-        )  # fmt: skip
+        )
     for name, answers in outcome.answers.items():
         print(f"{name:18} {answers.total():8}  " + "  ".join(f"{code}: {n}" for code, n in sorted(answers.items())))
     print(f"{outcome.rounds} rounds; warm {outcome.warm}; most {outcome.most}")

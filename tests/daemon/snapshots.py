@@ -44,7 +44,7 @@ def guard(
         "refused": {}, "failures": failures or {}, "retried_calls": {},
         "latency": {verb: latency() for verb in Verb},
         "in_flight_calls": 2, "in_flight_bytes": 3 * MIB, "overdue_calls": 0,
-    }  # fmt: skip
+    }
     return GuardStatistics(**(values | fields))
 
 
@@ -53,7 +53,7 @@ def backend(read_bytes: int = 0, written_bytes: int = 0, corrupt: Mapping[str, i
     return BackendStatistics(
         gets={GetOutcome.HIT: 5}, sets={SetOutcome.STORED: 3}, corrupt=corrupt or {}, errors={}, evicted_pages=0,
         read_bytes=read_bytes, written_bytes=written_bytes,
-    )  # fmt: skip
+    )
 
 
 def store(name: str = "nvme", **fields: Any) -> StoreStatistics:
@@ -68,7 +68,7 @@ def namespace(label: str = "llama-8b", **fields: Any) -> NamespaceStatistics:
         "namespace": DIGEST, "label": label, "weights_epoch": 3, "frame_bytes": MIB, "pool_bytes": 40 * MIB,
         "quota_bytes": None, "sharing": SharingStatistics(0, 0, 0, 0, 0), "backend": backend(), "stores": (store(),),
         "copies": {}, "opening": None,
-    }  # fmt: skip
+    }
     return NamespaceStatistics(**(values | fields))
 
 
@@ -82,5 +82,5 @@ def node(*namespaces: NamespaceStatistics, **fields: Any) -> NodeStatistics:
         "requests": {("get", 200): 12, ("get", 503): 1, ("set", 200): 4}, "refused": {"requests": 0},
         "latency": {"get": latency(3, 9)}, "in_flight_requests": 2,
         "hot": (HotPrefix("deadbeef", "llama-8b", 12, 34),),
-    }  # fmt: skip
+    }
     return NodeStatistics(**(values | fields))

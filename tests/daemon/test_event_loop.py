@@ -59,7 +59,7 @@ def _bodies(memory: EngineMemory) -> dict[tuple[str, str], Any]:
         ("POST", "attach"): {}, ("POST", "detach"): {},
         ("PUT", "breakers"): {"mode": "auto"}, ("PUT", "quotas"): {"namespace": NAMESPACE, "quota_bytes": 1 << 20},
         ("PUT", "log_level"): {"level": "info"},
-    }  # fmt: skip
+    }
 
 
 def _call_every_route(client: Client, memory: EngineMemory) -> None:
@@ -149,7 +149,7 @@ def test_the_watch_reports_what_it_should() -> None:
         asyncio.run(main())
     """
     ran = subprocess.run([sys.executable, "-W", "ignore", "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True,
-                         timeout=WAIT_S, check=True)  # fmt: skip
+                         timeout=WAIT_S, check=True)
     before, *reports = ran.stderr.split("call\n")
     assert before == ""
     assert all(report.startswith(MARK) for report in reports) and len(reports) == 5, reports

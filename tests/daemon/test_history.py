@@ -47,9 +47,9 @@ def faults(history: History) -> list[tuple[str, str, str, int]]:
 
 def test_a_sample_has_the_differences_to_the_previous_snapshot(history: History, clock: WallClock) -> None:
     first = namespace(sharing=SharingStatistics(10, 4, 2, 1, 0), backend=backend(1000, 400),
-                      stores=(store(statistics=backend(600, 300)),))  # fmt: skip
+                      stores=(store(statistics=backend(600, 300)),))
     second = namespace(sharing=SharingStatistics(15, 4, 3, 1, 0), backend=backend(1500, 400),
-                       stores=(store(statistics=backend(600, 350)),))  # fmt: skip
+                       stores=(store(statistics=backend(600, 350)),))
     for uptime_s, state in ((5.0, first), (10.0, second)):
         clock.time_s += 5
         history.record(node(state, uptime_s=uptime_s))
@@ -57,7 +57,7 @@ def test_a_sample_has_the_differences_to_the_previous_snapshot(history: History,
         "time": 1010, "seconds": 5, "pool_pages": 5, "shared_pages": 0, "store_pages": 0, "missed_pages": 1,
         "sent_bytes": 500, "received_bytes": 0, "store_read_bytes": 0, "store_written_bytes": 50,
         "pool_used_bytes": 40 << 20, "requests_in_flight": 2,
-    }  # fmt: skip
+    }
     assert samples(history)[0]["pool_pages"] == 10  # counted from the start of the daemon
 
 

@@ -93,7 +93,7 @@ FAULT = recorded().as_json()["faults"][0]
         changed(faults=[FAULT | {"count": -1}]), changed(faults=[{}]),
         changed(faults=[FAULT | {"detail": "x" * BYTES_MAX}]),
     ],
-)  # fmt: skip
+)
 def test_a_damaged_foreign_or_too_large_file_is_an_empty_history_and_is_replaced(
     path: Path, content: bytes, lines: Callable[[], list[str]]
 ) -> None:
@@ -113,7 +113,7 @@ def test_the_unchanged_content_of_these_files_is_valid(path: Path, lines: Callab
 
 @pytest.mark.parametrize("make", [
     Path.mkdir, os.mkfifo, lambda path: path.symlink_to(__file__), lambda path: path.symlink_to("/dev/zero"),
-], ids=["directory", "pipe", "link", "device"])  # fmt: skip
+], ids=["directory", "pipe", "link", "device"])
 def test_anything_but_a_file_is_an_empty_history_and_does_not_block(
     path: Path, make: Callable[[Path], None], lines: Callable[[], list[str]]
 ) -> None:

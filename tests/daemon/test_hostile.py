@@ -93,7 +93,7 @@ def test_an_engine_that_is_killed_while_its_frames_are_in_use_leaves_no_memory(s
     engine = subprocess.Popen(
         [sys.executable, "-c", _ENGINE, name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert engine.stdout is not None
     device, inode = map(int, engine.stdout.readline().split())
     body = {"frame_bytes": FRAME_BYTES, "pages": 8, "device": device, "inode": inode}

@@ -23,7 +23,7 @@ from tests.waiting import WAIT_S, wait_for
 
 PAGES = ("/", "/statusz", "/history", "/metrics", "/openapi.json", "/livez", "/readyz")
 FOREIGN = ("evil.example", "evil.example:9321", "localhost.evil.example", "127.0.0.1.evil.example", "x", "[::1", "a,b",
-           "::1")  # fmt: skip
+           "::1")
 OWN = ("localhost", "LOCALHOST.:80", "127.0.0.1", "127.0.0.1:9321", "[::1]:9321", "10.4.2.1:80")
 
 
@@ -81,7 +81,7 @@ def test_a_page_of_a_foreign_name_cannot_administer_or_write_through_a_forwarded
     for method, path, refused in (
         ("GET", "/v1/admin/status", 403), ("DELETE", "/v1/admin/jobs/x", 403), ("DELETE", "/v1/memory/x", 421),
         ("POST", f"/v1/namespaces/{NAMESPACE}/clear", 421),
-    ):  # fmt: skip
+    ):
         assert status_of(unix(daemon.socket), path, "evil.example", method)[0] == refused
         assert status_of(unix(daemon.socket), path, "localhost", method)[0] not in (403, 421), "the control"
 
@@ -119,7 +119,7 @@ def test_a_client_with_a_token_may_use_any_name(start: Callable[..., Daemon], sc
         for given, statuses in ((TOKEN, [200, 200, 200]), ("wrong", [421, 421, 401]), (None, [421, 421, 401])):
             headers = {} if given is None else {"authorization": f"Bearer {given}"}
             found = [status_of(tcp(daemon.port), path, "service.example", **headers)[0]
-                     for path in ("/", "/readyz", "/metrics")]  # fmt: skip
+                     for path in ("/", "/readyz", "/metrics")]
             assert found == statuses
 
 

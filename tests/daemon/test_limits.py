@@ -106,7 +106,7 @@ def test_a_request_over_a_limit_is_rejected_and_its_connection_closed(
         (f"POST /v1/namespaces/{NAMESPACE}/write?keys=1&timeout_s=30 HTTP/1.1\r\nhost: localhost\r\n"
          f"content-length: {32 + FRAME_BYTES}\r\n\r\n123".encode(), "body_timeout"),
     ],
-)  # fmt: skip
+)
 def test_a_connection_whose_request_stalls_is_closed(short_timeouts: Daemon, sent: bytes, limit: str) -> None:
     short_timeouts.ask("PUT", f"/v1/namespaces/{NAMESPACE}", {"payload_bytes": 12000})
     before = _refusals(short_timeouts, limit)

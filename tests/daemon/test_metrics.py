@@ -84,7 +84,7 @@ def test_a_store_that_keeps_nothing_is_one_and_others_are_zero() -> None:
     closed = unopened("closed", 5.0, "no such directory")
     found = exported(node(namespace(stores=(full, unread, closed, store("idle")))))
     shown = {name: value(found, "backend_keeps_nothing", namespace="5e5e5e5e", backend=name)
-             for name in ("full", "unread", "closed", "idle")}  # fmt: skip
+             for name in ("full", "unread", "closed", "idle")}
     assert shown == {"full": 1, "unread": 0, "closed": 1, "idle": 0}
 
 

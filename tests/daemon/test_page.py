@@ -89,7 +89,7 @@ def test_the_page_shows_the_values_of_the_status(browser: Browser, daemon: BusyD
     with opened(browser, daemon.url) as page:
         expect(page.locator("#state")).to_have_text("● ready")
         paths = {"pool.used_bytes", "namespaces.0.stores.0.usage.bytes", "namespaces.0.stores.1.usage.bytes",
-                 "namespaces.1.stores.1.guard.breakers.write.state", "in_flight_requests"}  # fmt: skip
+                 "namespaces.1.stores.1.guard.breakers.write.state", "in_flight_requests"}
         # The daemon may still copy between its levels, so compare until the values agree.
         wait_for(lambda: shown(page).get("namespaces.0.stores.1.usage.bytes", 0) > 0, pause_s=0.1)
 
@@ -160,7 +160,7 @@ def test_a_failing_store_is_shown_as_a_problem_until_it_works_again(browser: Bro
         wait_for(lambda: "shared" in problems.inner_text(), serve, pause_s=0.1)
         expect(page.locator("#guards .bad").first).to_contain_text("■ open")
         assert re.search(r"shared keeps nothing since [\d:]+ \(.*\): its directory was moved, .*\. Move it back",
-                         problems.inner_text())  # fmt: skip
+                         problems.inner_text())
         expect(page.locator("#state")).to_have_text("◐ degraded")
         assert "(1)" in page.title() or "(2)" in page.title()
         expect(page.locator("#faults")).to_contain_text("breaker opened", timeout=60_000)

@@ -95,7 +95,7 @@ def test_a_damaged_page_of_a_body_and_the_pages_after_it_are_not_stored(client: 
     body[3 * 32 + FRAME_BYTES + HEADER_BYTES + 5] ^= 1
     assert write(client, keys, body=bytes(body)) == (
         200, {"outcomes": ["stored", "error", "error"], "errors": ["checksum"]},
-    )  # fmt: skip
+    )
     assert client.verb("has", keys=keys)[1]["stored"] == [True, False, False]
     assert read(client, keys)[1][:3] == b"HMM"
 
@@ -178,7 +178,7 @@ def test_memory_that_does_not_match_its_description_is_rejected(client: Client, 
     assert memory.attach(client, device=None)[0] == 422
     assert client.call("PUT", "/v1/memory/no-such-memory", {
         "frame_bytes": FRAME_BYTES, "pages": 1, "device": 1, "inode": 1,
-    })[0] == 409  # fmt: skip
+    })[0] == 409
 
 
 def test_memory_with_frames_of_another_size_is_rejected(client: Client) -> None:
@@ -199,7 +199,7 @@ def test_a_call_for_a_mapping_that_was_replaced_is_rejected(client: Client, memo
     for mapping, status in ((first, 404), (second, 200), (None, 200)):
         fields: dict[str, Any] = {
             "keys": keys_of(1), "memory": memory.name, "frames": [0], "mapping": mapping,
-        }  # fmt: skip
+        }
         assert client.verb("get", **fields)[0] == status
 
 

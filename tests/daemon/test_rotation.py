@@ -78,7 +78,7 @@ def test_a_token_that_both_sides_mount_is_replaced_without_a_signal(
         assert store_chain(store, MORE) == STORED
     with contextlib.closing(daemon.tcp()) as client:
         statuses = [client.call("GET", f"/v1/namespaces/{CODEC.namespace.hex()}/usage", token=token)[0]
-                    for token in (OLD, NEW)]  # fmt: skip
+                    for token in (OLD, NEW)]
     assert statuses == [401, 200]
     assert OLD not in daemon.log and NEW not in daemon.log
 
@@ -119,7 +119,7 @@ def files_of(made: Certificates) -> dict[str, str | bytes]:
     return {
         "ca": made.ca_file.read_bytes(), "cert": made.cert_file.read_bytes(), "key": made.key_file.read_bytes(),
         "client": made.client_cert_file.read_bytes(), "client-key": made.client_key_file.read_bytes(),
-    }  # fmt: skip
+    }
 
 
 def client_of(daemon: Daemon, made: Certificates) -> Client:
@@ -144,7 +144,7 @@ def test_certificates_of_both_sides_and_the_authority_of_clients_are_replaced_wi
     served, mounted = (MountedSecret(tmp_path / name, files_of(old)) for name in ("served", "mounted"))
     daemon = start(token_file=None, tls={
         "certificate": str(served["cert"]), "key": str(served["key"]), "client_ca": str(served["ca"]),
-    })  # fmt: skip
+    })
     options = {"ca_file": mounted["ca"], "certificate": mounted["client"], "key": mounted["client-key"]}
     with opened(daemon, **options) as store, contextlib.closing(client_of(daemon, old)) as standing:
         assert store_chain(store, KEYS) == STORED
@@ -163,7 +163,7 @@ def test_certificates_of_both_sides_and_the_authority_of_clients_are_replaced_wi
     with opened(daemon, **options) as store:
         assert store_chain(store, MORE) == STORED
     with pytest.raises(BackendUnavailable), opened(daemon, ca_file=old.ca_file, certificate=old.client_cert_file,
-                                                   key=old.client_key_file):  # fmt: skip
+                                                   key=old.client_key_file):
         pass
 
 
@@ -175,7 +175,7 @@ def test_a_client_cannot_resume_a_session_that_an_earlier_authority_allowed(
     served = MountedSecret(tmp_path / "served", files_of(old))
     daemon = start(token_file=None, tls={
         "certificate": str(served["cert"]), "key": str(served["key"]), "client_ca": str(served["ca"]),
-    })  # fmt: skip
+    })
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname, context.verify_mode = False, ssl.CERT_NONE  # a hostile client does not check the daemon
     context.load_cert_chain(old.client_cert_file, old.client_key_file)

@@ -22,18 +22,18 @@ DATA_TOKEN, ADMIN_TOKEN = "d" * 32, "a" * 32
 EXAMPLES = 10 * int(os.environ.get("SOAK_FACTOR", "1"))
 # Without the check that allowed requests are accepted: the document cannot relate the length of a body to its keys.
 CHECKS = ("not_a_server_error", "status_code_conformance", "content_type_conformance", "response_headers_conformance",
-          "response_schema_conformance", "negative_data_rejection", "ignored_auth")  # fmt: skip
+          "response_schema_conformance", "negative_data_rejection", "ignored_auth")
 # The document allows 500 for admin calls. These texts in the log show an error that only a bug can cause.
 BUG = re.compile("Traceback|InvariantError|Internal Server Error")
 
 
 @pytest.mark.parametrize(("token", "paths"), [
     (DATA_TOKEN, ("--exclude-path-regex", "^/v1/admin")), (ADMIN_TOKEN, ("--include-path-regex", "^/v1/admin")),
-], ids=["data", "admin"])  # fmt: skip
+], ids=["data", "admin"])
 def test_answers_match_the_document(tmp_path: Path, token: str, paths: tuple[str, str]) -> None:
     made = Daemon(tmp_path / "daemon")
     made.configure({"token_file": made.secret("token", DATA_TOKEN),
-                    "admin_token_file": made.secret("admin", ADMIN_TOKEN)})  # fmt: skip
+                    "admin_token_file": made.secret("admin", ADMIN_TOKEN)})
     with made as daemon:
         before = daemon.resources()
         done = subprocess.run(
@@ -44,7 +44,7 @@ def test_answers_match_the_document(tmp_path: Path, token: str, paths: tuple[str
                 "--request-timeout", "30", *paths,
             ],
             cwd=tmp_path, capture_output=True, text=True, check=False, timeout=50 * EXAMPLES,
-        )  # fmt: skip
+        )
         assert done.returncode == 0, done.stdout
         generated = re.search(r"(\d+) generated", done.stdout)
         assert generated and int(generated[1]) > 0, done.stdout

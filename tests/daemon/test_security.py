@@ -78,7 +78,7 @@ def test_the_token_does_not_give_access_to_the_memory_of_engines(
         for method, target, body in (
             ("POST", f"{NAMESPACE_PATH}/set", fields), ("POST", f"{NAMESPACE_PATH}/get", fields),
             ("PUT", "/v1/memory/made", created), ("DELETE", f"/v1/memory/{memory.name}", None),
-        ):  # fmt: skip
+        ):
             assert client.call(method, target, body, TOKEN)[0] == 403
         assert read(client, keys, TOKEN)[1] == b"M"
         assert engine.call("POST", f"{NAMESPACE_PATH}/set", fields)[1]["outcomes"] == ["stored"], "the control"
@@ -149,7 +149,7 @@ def test_a_client_certificate_replaces_the_token(start: Callable[..., Daemon], c
     tls = {
         "certificate": str(certificates.cert_file), "key": str(certificates.key_file),
         "client_ca": str(certificates.ca_file),
-    }  # fmt: skip
+    }
     daemon = start({"tls": tls})
     with contextlib.closing(daemon.tcp(_client_context(certificates, own=True))) as client:
         assert client.call("PUT", NAMESPACE_PATH, {**OPEN, "label": "tests", "weights_epoch": 3})[0] == 200

@@ -18,11 +18,11 @@ _EVENTS = {
     "fcntl.flock", "open", "sqlite3.connect",
     *(f"os.{name}" for name in ("chmod", "chown", "link", "listdir", "mkdir", "remove", "rename", "rmdir", "scandir",
                                 "symlink", "truncate", "utime")),
-}  # fmt: skip
+}
 _CALLS = {
     "access", "fsync", "fdatasync", "load_cert_chain", "load_verify_locations", "lstat", "open", "open_code",
     "readlink", "set_default_verify_paths", "stat", "statvfs",
-}  # fmt: skip
+}
 # FastAPI reads the source of a route's handler at the first request to it, for its messages.
 _FASTAPI = "_extract_endpoint_context"
 _PACKAGE = "/hicache/"

@@ -61,7 +61,7 @@ def run_contained(
     result = subprocess.run(
         [*_NAMESPACES, "sh", "-e", str(script)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, text=True, timeout=_TIMEOUT_S, check=False,
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stdout
     return result.stdout
 
@@ -103,10 +103,10 @@ def _script(
     for step in steps:
         kept = "".join(f",+{name.lower()}" for name in step.capabilities)
         environ = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin", "PYTHONPATH": str(ROOT),
-                   "PYTHONDONTWRITEBYTECODE": "1", **step.environ}  # fmt: skip
+                   "PYTHONDONTWRITEBYTECODE": "1", **step.environ}
         groups = f"--groups={','.join(map(str, step.groups))}" if step.groups else "--clear-groups"
         yield shlex.join([
             "chroot", str(root), "env", "-i", *(f"{name}={value}" for name, value in environ.items()),
             "setpriv", f"--reuid={step.uid}", f"--regid={step.gid}", groups, f"--bounding-set=-all{kept}",
             f"--inh-caps=-all{kept}", "--no-new-privs", "--", *step.command,
-        ])  # fmt: skip
+        ])

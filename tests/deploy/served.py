@@ -48,7 +48,7 @@ class Place:
             # The pool is allocated at start, and the disk of a test may have less free space.
             **{f"pool: {size}GiB": "pool: 16MiB" for size in (1, 4, 16)},
             **{f"free_space_floor: {size}GiB": "free_space_floor: 0B" for size in (10, 50)},
-        }.items():  # fmt: skip
+        }.items():
             text = text.replace(old, new)
         for old, new in changes.items():
             assert old in text, f"the file no longer says {old}"
@@ -88,7 +88,7 @@ def served(
         process = subprocess.Popen(
             [sys.executable, "-m", "hicache", *(place.moved(argument) for argument in arguments)], cwd=ROOT,
             env=os.environ | dict(environ or {}), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-        )  # fmt: skip
+        )
 
     def require_running() -> None:
         assert process.poll() is None, log_path.read_text()

@@ -77,7 +77,7 @@ def test_every_service_listens_on_loopback_only(repository: Path) -> None:
     for name, flag in {
         "valkey": "--bind 127.0.0.1", "s3": "-ip.bind=127.0.0.1", "mooncake": "--rpc_address=127.0.0.1",
         "prometheus": "--web.listen-address=127.0.0.1:",
-    }.items():  # fmt: skip
+    }.items():
         assert flag in " ".join(services[name]["command"]), name
     assert services["grafana"]["environment"]["GF_SERVER_HTTP_ADDR"] == LOOPBACK
 
@@ -150,7 +150,7 @@ def test_the_daemon_works_over_a_bucket(repository: Path, folder: Path) -> None:
     changes = {
         "/tmp": str(folder), "-dir=/data": f"-dir={folder}/data",
         "-s3.port.iceberg=0": " ".join(["-s3.port.iceberg=0", *flags, *sockets, *small]),
-    }  # fmt: skip
+    }
     master = {"127.0.0.1:9333": f"127.0.0.1:{ports['master']}.{ports['master.grpc']}", "/tmp": str(folder)}
     with running(in_shell(services["s3"], **changes), folder, binaries, litter(ports)):
         environ = os.environ | {"PATH": f"{binaries}:{os.environ['PATH']}"}
@@ -164,7 +164,7 @@ def test_the_daemon_works_over_a_bucket(repository: Path, folder: Path) -> None:
 def test_the_daemon_works_in_a_mooncake_store(repository: Path, folder: Path) -> None:
     rpc, metrics = free_ports(2)
     command = " ".join([*load(repository)["services"]["mooncake"]["entrypoint"],
-                        *load(repository)["services"]["mooncake"]["command"]])  # fmt: skip
+                        *load(repository)["services"]["mooncake"]["command"]])
     command = command.replace("50051", str(rpc)).replace("9003", str(metrics))
     with running(command.split(), folder, str(Path(sys.executable).parent)):
         wait_for(lambda: listens(rpc), pause_s=0.05)
@@ -194,7 +194,7 @@ def test_promtool_accepts_prometheus_yml_and_its_rules(repository: Path, tmp_pat
     result = subprocess.run(
         [str(program("promtool", extra="dev")), "check", "config", str(path)], capture_output=True, text=True,
         timeout=300, check=False,
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stdout + result.stderr
 
 

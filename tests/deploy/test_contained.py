@@ -73,7 +73,7 @@ def pod(name: str, change: str = "") -> tuple[list[Volume], dict[str, str], list
         steps += [step, step]  # a pod that starts again finds the directories
     environ = {variable["name"]: f"a-token-of-{variable['name']}" for variable in daemon["env"]}
     steps.append(serving(context["runAsUser"], context["runAsGroup"], ["hicache", *daemon["args"]], text,
-                         groups=groups, environ=environ))  # fmt: skip
+                         groups=groups, environ=environ))
     assert daemon["securityContext"]["readOnlyRootFilesystem"] and context["runAsUser"] == UID
     mounted = {mount["name"]: mount["mountPath"] for mount in daemon["volumeMounts"]}
     return list(volumes_of(spec, mounted)), {CONFIG: text, ENGINE: texts["engine.yaml"]}, steps
@@ -96,7 +96,7 @@ def test_a_volume_itself_can_be_the_path_of_the_store(tmp_path: Path, fs_group: 
 @pytest.mark.parametrize(("path", "advice"), [
     ("/var/lib/hicache/pages", "belongs to user id 0, and you may not create a directory in it; .*set fsGroup"),
     ("/var/lib/hicache/pages/open/store", "pages/open above it is writable by everyone.*mount a volume there"),
-])  # fmt: skip
+])
 def test_a_user_without_rights_gets_advice(tmp_path: Path, path: str, advice: str) -> None:
     """The controls: a volume that only root can write, and a directory in it that everyone can write."""
     program = (
@@ -104,7 +104,7 @@ def test_a_user_without_rights_gets_advice(tmp_path: Path, path: str, advice: st
         f"from pathlib import Path\ntry: open_file(Path({path!r}))\nexcept Exception as error: print(error)"
     )
     steps = [Step(["sh", "-c", "mkdir -m 0777 /var/lib/hicache/pages/open"], 0, 0),
-             Step(["python", "-c", program], UID, UID)]  # fmt: skip
+             Step(["python", "-c", program], UID, UID)]
     output = run_contained(tmp_path, [Volume("/var/lib/hicache/pages", 0o755)], {}, steps, read_only=True)
     assert re.search(advice, output), output
 

@@ -67,7 +67,7 @@ _MONITOR = {
     "spec.podMetricsEndpoints.authorization.credentials.key", "spec.podMetricsEndpoints.relabelings",
     "spec.podMetricsEndpoints.relabelings.sourceLabels", "spec.podMetricsEndpoints.relabelings.targetLabel",
     "spec.podMetricsEndpoints.relabelings.action",
-}  # fmt: skip
+}
 
 
 def entries(value: Any, above: str = "") -> Iterator[str]:
@@ -112,7 +112,7 @@ def test_kustomize_renders_all_files() -> None:
     rendered = {one["kind"]: one for one in yaml.safe_load_all(result.stdout)}
     assert set(rendered) == {
         "Namespace", "ServiceAccount", "ConfigMap", "DaemonSet", "Service", "NetworkPolicy", "PodMonitor",
-    }  # fmt: skip
+    }
     for one in rendered.values():
         validate(one, VERSIONS[-1])
     spec = rendered["DaemonSet"]["spec"]["template"]["spec"]

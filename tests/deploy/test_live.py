@@ -50,7 +50,7 @@ def engine_config(folder: Path) -> HiCacheConfig:
         "transfer": tuned(TransferConfig, write_pages_max=13),
         "storage": {"type": "levels", "options": {"levels": levels}},
         "events": {"endpoint": f"tcp://{LOOPBACK}:{free_ports(1)[0]}"}, "metrics": {"port": 0},
-    })  # fmt: skip
+    })
 
 
 def serve(cache: TreeCache, rid: str, tokens: list[int]) -> None:

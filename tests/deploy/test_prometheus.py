@@ -74,7 +74,7 @@ def test_every_alert_has_a_test_that_detects_an_alert_that_cannot_fire(tmp_path:
 
 def test_every_alert_has_a_severity_a_description_and_a_runbook() -> None:
     anchors = {line[3:].strip().lower() for line in (ROOT / "docs/runbooks.md").read_text().splitlines()
-               if line.startswith("## ")}  # fmt: skip
+               if line.startswith("## ")}
     alerts = list(rules("alerts.rules.yml"))
     for alert in alerts:
         assert alert["labels"]["severity"] in ("critical", "warning", "info")
@@ -118,7 +118,7 @@ def test_the_package_has_no_link_without_an_address() -> None:
     assert project_urls({"documentation": "https://d.test/", "source": "", "issues": "https://i.test"}) == {
         "Homepage": "https://d.test", "Documentation": "https://d.test",
         "Changelog": "https://d.test/CHANGELOG.html", "Issues": "https://i.test",
-    }  # fmt: skip
+    }
 
 
 def test_prometheus_scrapes_the_addresses_of_the_ready_configurations() -> None:

@@ -43,7 +43,7 @@ def engine() -> Iterator[int]:
     """The port of an engine's exporter."""
     geometry = KVGeometry(layers=2, heads=1, head_dim=4, page_size=4, dtype="float32")
     config = HiCacheConfig.model_validate({"page_size": 4, "device": {"tokens": 64}, "host": {"tokens": 64},
-                                           "metrics": {"port": 0}})  # fmt: skip
+                                           "metrics": {"port": 0}})
     with create_cache(config, Namespace(model="scraped", geometry=geometry)) as cache:
         metrics = serve_configured(config, cache.statistics)
         assert metrics is not None
@@ -60,7 +60,7 @@ def test_the_example_scrapes_a_daemon_and_an_engine_and_follows_a_replaced_token
     files: dict[str, str | bytes] = {
         "ca.crt": made.ca_file.read_bytes(), "tls.crt": made.client_cert_file.read_bytes(),
         "tls.key": made.client_key_file.read_bytes(), "token": OLD, "engine-token": "unused",
-    }  # fmt: skip
+    }
     served = MountedSecret(tmp_path / "served", {"token": OLD})
     mounted = MountedSecret(tmp_path / "mounted", files)
     (tmp_path / "daemon").mkdir(mode=0o700)
@@ -68,7 +68,7 @@ def test_the_example_scrapes_a_daemon_and_an_engine_and_follows_a_replaced_token
     daemon.configure({
         "listen": f"0.0.0.0:{daemon.port}", "token_file": str(served["token"]), "pool": 0,
         "tls": {"certificate": str(made.cert_file), "key": str(made.key_file), "client_ca": str(made.ca_file)},
-    })  # fmt: skip
+    })
     with ExitStack() as stack:
         stack.enter_context(daemon)
         proxy = stack.enter_context(Proxy(engine, tls=made.server_context()))

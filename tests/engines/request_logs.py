@@ -38,7 +38,7 @@ def log_sglang(form: str, level: int) -> None:
     from sglang.srt.utils.request_logger import RequestLogger  # noqa: PLC0415
 
     logger = RequestLogger(log_requests=True, log_requests_level=level, log_requests_format=form,
-                           log_requests_target=None)  # fmt: skip
+                           log_requests_target=None)
     out = {"text": TEXT, "output_ids": OUTPUT, "meta_info": {"completion_tokens": len(OUTPUT), "e2e_latency": 0.1}}
     requests = [GenerateReqInput(input_ids=PROMPTS[0]), GenerateReqInput(input_ids=PROMPTS[1:])]
     texts = [GenerateReqInput(text=TEXT), GenerateReqInput(text=TEXT, return_prompt_token_ids=True)]

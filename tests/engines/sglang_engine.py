@@ -60,7 +60,7 @@ def sglang_options(model: object, extra: Mapping[str, object] | None = None, **c
         chosen = {
             "backend_name": "hicache", "module_path": "hicache.integrations.sglang", "class_name": "HiCacheStore",
             "interface_v1": 1, "hicache_storage_pass_prefix_keys": True, "prefetch_threshold": 2 * PAGE_TOKENS, **extra,
-        }  # fmt: skip
+        }
         options["hicache_storage_backend"] = "dynamic"
         options["hicache_storage_backend_extra_config"] = json.dumps(chosen)
     return {**options, **changes}
@@ -70,12 +70,12 @@ def sglang_options(model: object, extra: Mapping[str, object] | None = None, **c
 _OWN_TREE = (
     "hicache_ratio", "hicache_write_policy", "hicache_mem_layout", "hicache_io_backend",
     "hicache_storage_prefetch_policy",
-)  # fmt: skip
+)
 # SGLang compares its free and used slots after each step, and ends if one is lost or used twice.
 _LEAK_CHECKS = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-}  # fmt: skip
+}
 
 
 def tree_options(model: object, **changes: object) -> dict[str, object]:
@@ -239,7 +239,7 @@ def _engine_steps(options: dict[str, Any]) -> Mapping[str, Callable[..., object]
             return {
                 "tokens": ended["output_ids"], "cached": facts.get("cached_tokens", 0), "tiers": tiers, "end": reason,
                 "retractions": facts.get("num_retractions", 0),
-            }  # fmt: skip
+            }
 
         async def serve_all() -> list[dict[str, object]]:
             return await asyncio.gather(*(serve_one(**request) for request in requests))

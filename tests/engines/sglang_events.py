@@ -76,7 +76,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
                     found.append([
                         event.medium, block, parent, ids[number * size : (number + 1) * size], event.lora_id,
                         event.cache_salt, event.session_id, event.lora_name,
-                    ])  # fmt: skip
+                    ])
                     parent = block
             elif isinstance(event, BlockRemoved):
                 found += [[event.medium, block] for block in event.block_hashes]
@@ -112,7 +112,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         return [
             [each for each in flat(events) if each[0] == "GPU"], flat(others),
             [each for each in flat(events) if each[0] == "CPU_PINNED"],
-        ]  # fmt: skip
+        ]
 
     def ours(
         prompts: list[list[Any]], bigram: bool = False, dynamo: bool = False, behind: bool = False, wide: bool = False
@@ -122,7 +122,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         world = World(
             position_bytes=BIGRAM_BYTES if bigram or wide else TOKEN_BYTES, device_pages=256, host_pages=256,
             backend=memory_backend(),
-        )  # fmt: skip
+        )
         stream = EventStream(1 if behind else 1 << 20)
         world.cache.record_events(stream)
         events = TreeEvents(stream, page_size=PAGE_TOKENS, lora_names=adapters(), dynamo_format=dynamo, wide_ids=wide)

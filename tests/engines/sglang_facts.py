@@ -61,7 +61,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         found: dict[str, Any] = {
             "config": HiCacheStorageConfig, "extra": HiCacheStorageExtraInfo, "metrics": StorageMetrics,
             "transfer": PoolTransfer, "result": PoolTransferResult,
-        }  # fmt: skip
+        }
         fields = {name: sorted(kind.__dataclass_fields__) for name, kind in found.items()}
         return {**fields, "policies": sorted(PoolHitPolicy), "pools": sorted(PoolName)}
 
@@ -95,7 +95,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
             info = MLABufferInfo(
                 buffers=device, data_ptrs=addresses, layer_indices=tuple(range(_LAYERS)), device_layer_num=_LAYERS,
                 kv_lora_rank=_LATENT - 2, qk_rope_head_dim=2, kv_cache_dim=_LATENT, **common,
-            )  # fmt: skip
+            )
         else:
             buffers = KVBuffers(
                 k=device, v=device, k_data_ptrs=addresses, v_data_ptrs=addresses, layout=KVBufferLayout.NHD
@@ -105,7 +105,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         return kind(
             info, 0.0, 0, _PAGE_TOKENS, layout, pin_memory=False, device_capacity_tokens=_PAGE_TOKENS, start_layer=0,
             end_layer=_LAYERS, host_token_capacity=_PAGES * _PAGE_TOKENS, **more,
-        )  # fmt: skip
+        )
 
     def moved(layout: str, is_mla: bool, is_packed: bool = False) -> list[bool]:
         """Copy two pages from one pool to another by the addresses of HostPages. Return for each page of the target
@@ -137,7 +137,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
                 "backend_name": "hicache", "module_path": "hicache.integrations.sglang", "class_name": "HiCacheStore",
                 **extra,
             },
-        )  # fmt: skip
+        )
         try:
             made = StorageBackendFactory.create_backend("dynamic", config, pool("page_first", False))
             for call in ("get", "batch_get", "set", "batch_set", "batch_exists_v2", "batch_get_v2", "batch_set_v2"):

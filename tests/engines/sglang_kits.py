@@ -40,7 +40,7 @@ _SIZES: dict[str, dict[str, object]] = {
     "abort_timeout_kit.AbortAllMixin": {
         "abort_all_num_requests": 12, "abort_all_max_new_tokens": 2000, "abort_all_sleep": 0.5,
     },
-}  # fmt: skip
+}
 
 
 def served(engine: Any) -> str:
@@ -53,7 +53,7 @@ def served(engine: Any) -> str:
             tokenizer_manager=engine.tokenizer_manager, template_manager=engine.template_manager,
             scheduler_info=engine._scheduler_init_result.scheduler_infos[0],
         )
-    )  # fmt: skip
+    )
     config = uvicorn.Config(http_server.app, host=LOOPBACK, port=0, lifespan="off", log_level="warning")
     listening = config.bind_socket()
     listening.listen()  # so that the kits can connect at once
@@ -89,7 +89,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         mixin = getattr(importlib.import_module(_KITS + module), name)
         common = {
             "base_url": url, "model": model, "input_ids": prompts[:_PROMPTS], "process": SimpleNamespace(poll=poll),
-        }  # fmt: skip
+        }
         made: Any = type(name, (mixin, unittest.TestCase), {**common, **_SIZES[kit]})(test)
         getattr(made, test)()
 
@@ -101,7 +101,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         found = cache_hit_kit.run_multiturn_cache_hit_test(
             url, model, num_clients=4, num_rounds=3, request_length=64, output_length=_OUTPUT_TOKENS,
             dataset_path=str(conversations),
-        )  # fmt: skip
+        )
         return float(found["overall"]["cache_hit_rate"])
 
     return {"case": case, "tree": tree, "rounds": rounds}

@@ -23,7 +23,7 @@ from .process import serve
 _OURS = {
     "backend_name": "hicache", "module_path": "hicache.integrations.sglang", "class_name": "HiCacheStore",
     "interface_v1": 1, "model": "random numbers",
-}  # fmt: skip
+}
 _SHARED = {"hicache_storage_pass_prefix_keys": True, "prefetch_threshold": 1}
 
 
@@ -68,7 +68,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
             page_size=64, components=(full, mamba), enable_mamba_extra_buffer=True, mamba_cache_size=60, kv_size=2048,
             max_context_len=2048, **layers,
         ),
-    }  # fmt: skip
+    }
     pools = {full: PoolName.KV, swa: PoolName.SWA, mamba: PoolName.MAMBA}
 
     fixtures: Any = kit.storage.UnifiedRadixCacheStorageFixtures
@@ -91,7 +91,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
                 hicache_mem_layout="page_first", hicache_storage_backend="file" if is_theirs else "dynamic",
                 hicache_storage_backend_extra_config=json.dumps({**_SHARED, **ours}),
                 hicache_storage_prefetch_policy="wait_complete",
-            )  # fmt: skip
+            )
             arguments._mamba_cache_chunk_size = 64
             set_global_server_args_for_scheduler(arguments)
             self.cache.init_hicache(arguments, self.cache.cache_init_params)
@@ -179,7 +179,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     def served(
         kind: str, folder: str, is_theirs: bool, prompts: list[list[int]], asked: list[list[int]],
         damaged: Sequence[tuple[int, str, int]] = (),
-    ) -> list[list[int]]:  # fmt: skip
+    ) -> list[list[int]]:
         """Store `prompts` by one engine. Damage pages: (prompt, pool, page). Fetch each prompt of `asked` by an engine
         of its own. Return for each the tokens of the hit, the pages in host memory, and the wrong ones among them."""
         torch.manual_seed(7)
@@ -226,7 +226,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
             tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=True,
             enable_storage_metrics=False, is_page_first_layout=True, model_name="dummy",
             extra_config={**_OURS, "config": f"{folder}/hicache.yaml", **extra},
-        )  # fmt: skip
+        )
         store = HiCacheStore(config)
         try:
             store.register_mem_pool_host(LogicalHostPool(128, 16, "page_first"))
@@ -235,7 +235,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
                 name: DeepSeekV4PagedHostPool(name, [torch.zeros(8, 24, dtype=torch.uint8)] * 3, 24, 8, 16, layout,
                                               pin_memory=False)
                 for name, layout in zip(names, ("page_first", "layer_first"), strict=True)
-            }  # fmt: skip
+            }
             for name, pool in held.items():
                 store.register_mem_host_pool_v2(pool, name)
             store.on_host_pools_registered()
@@ -243,7 +243,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
             written = {names[0]: keys[:3], names[1]: keys[1:]}
             store.batch_set_v2([
                 PoolTransfer(name, host_indices=torch.arange(48), keys=chain) for name, chain in written.items()
-            ])  # fmt: skip
+            ])
             asked = [
                 PoolTransfer(names[0]),
                 PoolTransfer(names[1], keys=["__placeholder__"] * 2, hit_policy=PoolHitPolicy.TRAILING_PAGES),

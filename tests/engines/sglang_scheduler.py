@@ -178,7 +178,7 @@ class Traffic:
                 return_logprob=False, logprob_start_len=-1, top_logprobs_num=0, token_ids_logprob=None, stream=False,
                 extra_key=namespace[0], cache_salt=namespace[1],
             )
-        )  # fmt: skip
+        )
         self._asked.append(self._scheduler.waiting_queue[-1])
         self.counts["requests"] += 1
 

@@ -22,7 +22,7 @@ def test_the_benchmark_compares_hicache_with_the_storage_of_the_engine(command: 
         [sys.executable, "-m", f"lab.benchmarks.engines.{module}", *options, "--path", str(tmp_path), "--rounds", "1",
          "0"],
         cwd=ROOT, env=engine_environ(), capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    )
     assert ended.returncode == 0, ended.stderr
     rates = [line for line in ended.stdout.splitlines() if line.count(" GB/s") == 2]
     assert {line.split()[0] for line in rates} == {"read", "write"}
@@ -36,7 +36,7 @@ def test_the_benchmark_compares_hicache_as_the_tree_with_the_tree_of_the_engine(
         [sys.executable, "-m", "lab.benchmarks", "engines.sglang_tree", "--smallest", "--path", str(tmp_path),
          "--write", str(page)],
         cwd=ROOT, env=engine_environ(), capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    )
     assert ended.returncode == 0, ended.stderr
     assert [path.name for path in tmp_path.iterdir()] == [page.name]
     rows = page.read_text(encoding="utf-8")

@@ -131,7 +131,7 @@ def test_each_engine_reads_the_salt_from_its_own_field() -> None:
 def test_a_decoder_rejects_events_that_engines_do_not_write(engine: Any) -> None:
     """Negative control for the tests of the decoders."""
     event = {"type": "BlockStored", "block_hashes": [5], "parent_block_hash": None, "token_ids": [1], "block_size": 1,
-             "lora_id": None, "medium": "GPU", "lora_name": None}  # fmt: skip
+             "lora_id": None, "medium": "GPU", "lora_name": None}
     for changes in ({"token_ids": [[1, 2]]}, {"block_hashes": ["x"]}, {"block_size": "4"}):
         with pytest.raises(msgspec.ValidationError):
             decoded(engine, [msgspec.msgpack.encode((1.0, [event | changes], 2))])
@@ -144,7 +144,7 @@ def test_the_subscriber_of_sglang_follows_a_publisher(repository: Path) -> None:
         [sys.executable, folder / "sglang_subscriber.py", publisher.endpoint], text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(folder / "sglang_cpu"), *sys.path])},
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-    ) as process:  # fmt: skip
+    ) as process:
         assert process.stdin is not None and process.stdout is not None
         with ThreadPoolExecutor(1) as pool:
             first = pool.submit(process.stdout.readline)
@@ -183,7 +183,7 @@ def test_vllm_writes_the_same_bytes_except_for_the_field_hicache() -> None:
             vllm.BlockRemoved(block_hashes=HASHES, medium="STORAGE"),
             vllm.AllBlocksCleared(),
         ],
-    )  # fmt: skip
+    )
     assert written(theirs) == written((1.0, ours, 0))
 
 
@@ -203,7 +203,7 @@ def test_sglang_writes_the_same_fields_in_another_order_without_an_unknown_name(
             sglang.BlockRemoved(block_hashes=HASHES, medium="STORAGE"),
             sglang.AllBlocksCleared(),
         ],
-    )  # fmt: skip
+    )
     assert written(theirs) == written((1.0, [first, named, removed, cleared], 0))
 
 

@@ -17,7 +17,7 @@ MODULE = "tests.engines.fragile"
     ("step", "options", "reason"),
     [("raise", {}, "(?s)ZeroDivisionError.*some text on stdout"), ("die", {}, "the engine has ended"),
      ("hang", {"timeout_s": 0.1}, r"no answer within 0\.1 s")],
-)  # fmt: skip
+)
 def test_a_step_that_fails_fails_its_call_with_the_reason_and_leaves_nothing(
     tmp_path: Path, step: str, options: dict[str, Any], reason: str
 ) -> None:

@@ -26,7 +26,7 @@ def logs_of(engine: str, *names: str) -> dict[str, list[bytes]]:
     lines = subprocess.run(
         [sys.executable, "-m", "tests.engines.request_logs", engine, *names], env=environ, check=True,
         stdout=subprocess.PIPE, timeout=START_TIMEOUT_S,
-    ).stdout.splitlines(keepends=True)  # fmt: skip
+    ).stdout.splitlines(keepends=True)
     ends = [number for number, line in enumerate(lines) if line == END]
     begins = [0, *(end + 1 for end in ends)]
     return {name: lines[begin:end] for name, begin, end in zip(names, begins, ends, strict=False)}

@@ -106,7 +106,7 @@ def test_a_router_scores_what_vllm_serves_from_each_tier(llama: Path, tmp_path: 
     options = vllm_options(
         llama, kv_transfer_config=hicache_connector(config), num_gpu_blocks_override=DEVICE_BLOCKS,
         kv_events_config={"enable_kv_cache_events": True, "publisher": "zmq", **ends},
-    )  # fmt: skip
+    )
     environ = vllm_environ(processes=False)
     with (
         EngineProcess("tests.engines.vllm_engine", options, folder=tmp_path, environ=environ) as vllm,
@@ -147,7 +147,7 @@ def test_a_router_scores_what_vllm_serves_from_storage_for_a_model_with_windows(
     options = vllm_options(
         hybrid_model, kv_transfer_config=hicache_connector(config),
         kv_events_config={"enable_kv_cache_events": True, "publisher": "zmq", **ends},
-    )  # fmt: skip
+    )
     environ = vllm_environ(processes=False, zeros=tmp_path / "zeros")
     with (
         EngineProcess("tests.engines.vllm_engine", options, folder=tmp_path, environ=environ) as vllm,
@@ -229,7 +229,7 @@ def test_a_router_learns_the_tree_from_a_snapshot_and_forgets_a_restarted_engine
         wait_for(
             lambda: index.scores(first)[1:] == (12, 12) and index.scores(second)[1:] == (8, 8),
             lambda: engine.write(tokens(next(numbers))), pause_s=0.05,
-        )  # fmt: skip
+        )
         engine.close()
         engine = BlockEngine(tmp_path, backend)
         wait_for(lambda: index.scores(first) == (0, 0, 0), lambda: engine.write(tokens(next(numbers))), pause_s=0.05)

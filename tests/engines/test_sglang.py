@@ -173,7 +173,7 @@ def remote(daemon: Daemon, start: Callable[..., EngineProcess], folder: Path) ->
     with start(
         config, hicache_mem_layout="page_first_direct", hicache_io_backend="direct",
         hicache_storage_prefetch_policy="timeout",
-    ) as engine:  # fmt: skip
+    ) as engine:
         yield engine
 
 

@@ -23,7 +23,7 @@ METHODS = {
     "batch_exists", "batch_exists_v2", "batch_get", "batch_get_v1", "batch_get_v2", "batch_set", "batch_set_v1",
     "batch_set_v2", "clear", "exists", "get", "get_stats", "on_host_pools_registered", "register_mem_host_pool_v2",
     "register_mem_pool_host", "set",
-}  # fmt: skip
+}
 # They copy pages, and raise ConfigError for any arguments.
 REFUSED_METHODS = {"get", "batch_get", "set", "batch_set"}
 FIELDS = {
@@ -37,7 +37,7 @@ FIELDS = {
     "policies": {ALL_PAGES, TRAILING_PAGES, "block_groups"},  # SGLang makes no transfer with the last one
     "pools": {KV, MAMBA},
     "metrics": {"prefetch_pgs", "backup_pgs", "prefetch_bandwidth", "backup_bandwidth"},
-}  # fmt: skip
+}
 FLAGS = {
     "model": {
         "model_path", "revision", "kv_cache_dtype", "quantization", "quantization_param_path",
@@ -49,7 +49,7 @@ FLAGS = {
     # HiCache's tree does not read weights with these.
     "exec.features": {"enable_memory_saver"},
     "exec.offload": {"cpu_offload_gb", "offload_group_size", "ple_offload_embedding"},
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")

@@ -44,11 +44,11 @@ def sglang(llama: Path, ends: dict[str, str], tmp_path_factory: pytest.TempPathF
     config = write_config(
         folder / "hicache.yaml", page_size=PAGE_TOKENS, host={"tokens": HOST_TOKENS},
         storage={"type": "file", "options": files},
-    )  # fmt: skip
+    )
     options = sglang_options(
         llama, radix_cache_backend="hicache", max_total_tokens=DEVICE_TOKENS, context_length=DEVICE_TOKENS // 2,
         sleep_on_idle=True, kv_events_config=json.dumps({"publisher": "zmq", "topic": "kv-events", **ends}),
-    )  # fmt: skip
+    )
     environ = sglang_environ(HICACHE_CONFIG_FILE=str(config))
     with EngineProcess("tests.engines.sglang_engine", options, folder=folder, environ=environ) as process:
         yield process

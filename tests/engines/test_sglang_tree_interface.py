@@ -32,7 +32,7 @@ INHERITED = {
     "supports_fast_match_prefix", "supports_mamba", "supports_prefix_sharing", "supports_swa", "swa_evictable_size",
     "swa_protected_size", "swa_reprefill_tail_tokens", "swa_retain_floor", "swa_retain_window", "swa_transient_size",
     "update_eviction_metrics", "waiting_storage_span",
-}  # fmt: skip
+}
 # Names that SGLang reads from a tree and that this tree lacks, by the reason why SGLang does not come to read them.
 NOT_APPLICABLE = {
     "Only SGLang's own tree has components, sidecar pools and a linker; SGLang asks for its class first.": """
@@ -85,7 +85,7 @@ OBJECTS = {
     "get_serving()": ["arg_groups/fields/serving.py:Serving"],
     "get_lora()": ["arg_groups/fields/lora.py:Lora"],
     "get_spec()": ["arg_groups/fields/spec.py:Spec"],
-}  # fmt: skip
+}
 
 
 @functools.cache

@@ -24,7 +24,7 @@ from .stored_pages import page_files, zero
 # The pages of a prompt of 300 tokens with its output of 8, whose last token is not computed.
 WRITTEN_PAGES = (300 + 8 - 1) // PAGE_TOKENS
 _YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 1.0, "original_max_position_embeddings": 4096,
-         "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}  # fmt: skip
+         "beta_fast": 32, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 _DEEPSEEK = MODELS["DeepSeek-V2"]
 # What SGLang reads and transformers does not write, and the only positions that it has on a CPU.
 _MORE = {"rope_parameters": _YARN, "moe_layer_freq": 1, "scoring_func": "softmax", "topk_method": "greedy"}
@@ -37,7 +37,7 @@ KINDS: dict[str, Model] = {
 }
 OPTIONS: dict[str, dict[str, object]] = {
     "overlap scheduling": {"disable_overlap_schedule": False}, "two processes": {"tp_size": 2},
-}  # fmt: skip
+}
 # Otherwise SGLang refuses more processes than NUMA nodes.
 _TWO = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 
@@ -94,7 +94,7 @@ def test_adapters_and_salts_share_no_kv(engine: TreeProcess, tmp_path: Path) -> 
     options: dict[str, Any] = {
         "enable_lora": True, "lora_backend": "torch_native", "max_lora_rank": ADAPTER_RANK,
         "lora_paths": {"adapter": str(model / "adapter")}, "max_total_tokens": 2048,
-    }  # fmt: skip
+    }
     variants = [{}, {"lora_path": "adapter"}, {"extra_key": "a"}, {"extra_key": "b"}, {"cache_salt": "a"}]
     requests: list[dict[str, object]] = [{"prompt": asked, **variant} for variant in variants]
     engine.begin(model, files(tmp_path / "pages"), **options)

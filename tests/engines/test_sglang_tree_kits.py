@@ -32,7 +32,7 @@ CASES = {
 FUNCTIONS = {
     "cache_hit_kit.run_multiturn_cache_hit_test", "radix_cache_server_kit.run_radix_attention_test",
     "unified_radix_cache.insert_walk.SegmentLockFuzzFixtures",
-}  # fmt: skip
+}
 # Why the others do not run: a name is a module, a class, or a test.
 NOT_APPLICABLE = {
     "Its subject is the API, the sampler, the grammar or the model, not the tree.": """

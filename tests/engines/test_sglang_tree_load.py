@@ -31,7 +31,7 @@ MODES: dict[str, dict[str, Any]] = {
 _COMMON: dict[str, Any] = {
     "max_running_requests": 8, "chunked_prefill_size": 128, "enable_priority_scheduling": True,
     "schedule_conservativeness": 0.05,  # admits requests whose output will not fit
-}  # fmt: skip
+}
 _FAULTS: dict[str, Any] = {"latency": "20ms", "error_share": 0.05}
 
 Request = dict[str, Any]
@@ -56,7 +56,7 @@ def expected(process: TreeProcess, llama: Path) -> dict[tuple[int, ...], object]
 def engine(
     request: pytest.FixtureRequest, process: TreeProcess, expected: object, llama: Path,
     tmp_path_factory: pytest.TempPathFactory,
-) -> TreeProcess:  # fmt: skip
+) -> TreeProcess:
     (storage,) = files(tmp_path_factory.mktemp("load-pages")).values()
     config = {"host": {"size": "2MiB"}, "storage": spoiled(storage, **_FAULTS)}
     process.begin(llama, config, **_COMMON, **MODES[request.param])

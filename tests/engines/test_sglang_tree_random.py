@@ -25,7 +25,7 @@ PAGE_TOKENS = 4
 STRICT = {
     "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1", "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
     "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-}  # fmt: skip
+}
 COMMON = {
     "host": {"tokens": 48 * PAGE_TOKENS},
     "load_back_threshold_tokens": 0,
@@ -59,7 +59,7 @@ def scheduler(
         context_length=140, chunked_prefill_size=16,
         schedule_conservativeness=0.01,  # admits too many requests, so that some are retracted
         **flags,
-    )  # fmt: skip
+    )
     environ = sglang_environ(HICACHE_CONFIG_FILE=str(config), **STRICT)
     with EngineProcess("tests.engines.sglang_scheduler", options, folder=folder, environ=environ) as process:
         yield process

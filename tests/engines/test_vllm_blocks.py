@@ -42,7 +42,7 @@ INPUTS: dict[str, dict[str, Any]] = {
     "all": {
         "lora_request": LoRARequest("an adapter", 3, "/adapters/one"), "cache_salt": "a tenant", "mm_features": [IMAGE],
     },
-}  # fmt: skip
+}
 
 
 def request_of(**inputs: Any) -> Request:
@@ -50,7 +50,7 @@ def request_of(**inputs: Any) -> Request:
     return Request(
         "r", list(range(100, 100 + BLOCK * PER_PAGE * PAGES)), SamplingParams(max_tokens=1), None,
         block_hasher=get_request_block_hasher(BLOCK, sha256), **inputs,
-    )  # fmt: skip
+    )
 
 
 def of_device(request: Request) -> BlockStored:
@@ -104,7 +104,7 @@ def test_blocks_are_described_only_for_published_tokens() -> None:
             ({}, False), ({}, True), (published, False), ({"token_ids": False}, True),
             ({"token_ids": False, **published}, False),
         ]
-    ] == [False, True, True, False, False]  # fmt: skip
+    ] == [False, True, True, False, False]
 
 
 def test_a_gap_withdraws_the_blocks_and_not_those_of_the_device() -> None:

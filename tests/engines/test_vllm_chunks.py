@@ -151,7 +151,7 @@ def test_engines_whose_kv_can_differ_do_not_share_chunks() -> None:
     changes: list[dict[str, Any]] = [
         {}, {"max_model_len": 131072}, {"quantization": "fp8"}, {"load_format": "dummy"}, {"dtype": torch.float16},
         {"speculative_config": DRAFT},
-    ]  # fmt: skip
+    ]
     assert len({_tiers(vllm_config(**change), STORED)[0]["model"] for change in changes}) == len(changes)
     assert _tiers(vllm_config(), STORED) == _tiers(vllm_config(), STORED)
 
@@ -216,7 +216,7 @@ def test_only_models_that_may_need_vllms_offloading_get_its_layout(
     model = SimpleNamespace(
         hf_text_config=SimpleNamespace(**entries), is_hybrid=bool(entries.get("is_hybrid")),
         get_sliding_window=lambda: window,
-    )  # fmt: skip
+    )
     vllm: Any = SimpleNamespace(model_config=model, attention_config=SimpleNamespace(hisparse_config=None))
     assert HiCacheConnector.get_required_kvcache_layout(vllm) == layout
 

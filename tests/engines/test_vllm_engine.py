@@ -52,7 +52,7 @@ def vllm_config(**changes: Any) -> Any:
             "kv_connector_extra_config": {}, "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
             "engine_id": "an-engine",
         },
-    }  # fmt: skip
+    }
     for entries in sections.values():
         entries.update({name: value for name, value in changes.items() if name in entries})
     speculative = changes.get("speculative_config")
@@ -273,7 +273,7 @@ def test_engines_with_one_configuration_do_not_share_frames() -> None:
     ("level", "has_handler", "vllm_has", "is_own"),
     [("WARNING", True, True, True), ("INFO", False, True, True), ("INFO", True, True, False),
      ("WARNING", True, False, False)],
-)  # fmt: skip
+)
 def test_the_log_goes_to_vllm_s_handlers_unless_the_program_logs_as_much(
     log: logging.Logger, monkeypatch: pytest.MonkeyPatch, level: str, has_handler: bool, vllm_has: bool, is_own: bool
 ) -> None:

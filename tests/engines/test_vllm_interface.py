@@ -74,7 +74,7 @@ METHODS = {
     "update_state_after_alloc": "request blocks num_external_tokens",
     "wait_for_layer_load": "layer_name",
     "wait_for_save": "",
-}  # fmt: skip
+}
 # The attributes of vLLM's objects that HiCache reads.
 READ = {
     "vllm.config:KVEventsConfig": "enable_kv_cache_events",
@@ -108,7 +108,7 @@ READ = {
     "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta",
     "vllm.v1.request:Request": "request_id num_computed_tokens block_hashes skip_reading_prefix_cache num_tokens "
     "trace_headers lora_request all_token_ids mm_features cache_salt prompt_embeds",
-}  # fmt: skip
+}
 
 
 def parameters(function: Any) -> list[str]:
@@ -154,7 +154,7 @@ def test_a_missing_attribute_is_detected() -> None:
 def test_transfer_results_have_the_field_order_that_hicache_uses() -> None:
     assert [field.name for field in fields(KVConnectorTransferResults)] == [
         "finished_sending", "finished_recving", "failed_recving",
-    ]  # fmt: skip
+    ]
 
 
 def test_vllm_keeps_its_hybrid_allocator_with_this_connector() -> None:

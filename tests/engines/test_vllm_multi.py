@@ -29,7 +29,7 @@ def test_a_prompt_is_served_from_host_memory_in_the_second_place_and_in_the_firs
     multi = {
         "kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"connectors": children},
-    }  # fmt: skip
+    }
     options = vllm_options(request.getfixturevalue(model), kv_transfer_config=multi)
     environ = vllm_environ(processes=False, zeros=tmp_path / "zeros")
     with EngineProcess("tests.engines.vllm_engine", options, folder=tmp_path, environ=environ) as engine:

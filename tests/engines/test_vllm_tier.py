@@ -54,12 +54,12 @@ class Tier:
         extra = {
             "spec_name": "TieringOffloadingSpec",
             "cpu_bytes_to_use": 64 << 20, "blocks_per_chunk": BLOCKS_PER_CHUNK, "secondary_tiers": [tier | options],
-        }  # fmt: skip
+        }
         transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         return EngineProcess(
             "tests.engines.vllm_engine", vllm_options(self._model, kv_transfer_config=transfer),
             folder=self._folder, environ=vllm_environ(processes=False, zeros=self.zeros),
-        )  # fmt: skip
+        )
 
     def damage_pages(self) -> int:
         """Flip a bit in the payload of each page. Return the number of pages."""

@@ -69,7 +69,7 @@ FIELDS = {
     OffloadingConfig: {
         "groups", "model", "cache", "parallel", "kv_cache_layout", "canonical_layout", "replicated_layout",
     },
-}  # fmt: skip
+}
 
 
 def test_the_adapter_has_the_methods_of_a_tier() -> None:
@@ -111,7 +111,7 @@ def spec(**changes: object) -> types.SimpleNamespace:
         model=types.SimpleNamespace(name="org/model", dtype="float32"),
         cache=types.SimpleNamespace(tokens_per_hash=32, blocks_per_chunk=2),
         parallel=parallel, kv_cache_layout="LBHNC", canonical_layout=False, replicated_layout=False,
-    )  # fmt: skip
+    )
     vars(config).update(changes)
     return types.SimpleNamespace(config=config, kv_events_config=OffloadingKVEventsConfig(True, True))
 
@@ -122,7 +122,7 @@ class Primary:
     def __init__(
         self, folder: Path, changes: dict[str, object] | None = None, *, capacity: str = "1GiB",
         events: OffloadingKVEventsConfig | None = None, **options: object,
-    ) -> None:  # fmt: skip
+    ) -> None:
         config = folder / "hicache.yaml"
         store = {"path": str(folder / "store"), "capacity": capacity, "free_space_floor": 0}
         config.write_text(json.dumps({"storage": {"type": "file", "options": store}}))
@@ -212,7 +212,7 @@ def test_evictions_of_a_store_in_the_process_withdraw_chunks(tmp_path: Path, roo
     withdrawn: list[bytes] = []
     wait_for(lambda: withdrawn != [], lambda: withdrawn.extend(
         key for event in primary.tier.take_events() if event.removed for key in event.keys
-    ))  # fmt: skip
+    ))
     assert set(withdrawn) < set(keys)
     primary.tier.shutdown()
 

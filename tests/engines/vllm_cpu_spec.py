@@ -49,7 +49,7 @@ class CopyWorker(OffloadingWorker):
         self._region = SharedOffloadRegion(
             engine_id=spec.config.engine_id, num_chunks=spec.num_chunks, rank=spec.config.parallel.rank,
             kv_bytes_per_chunk=spec.kv_bytes_per_chunk, cpu_page_size=spec.cpu_page_size_per_worker,
-        )  # fmt: skip
+        )
         self._device: list[torch.Tensor] = []
         self._host: list[torch.Tensor] = []
         for one in kv_caches.tensors:

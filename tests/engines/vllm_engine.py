@@ -131,7 +131,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     return {
         "add": add, "run": run, "generate": generate, "abort": abort, "reset": reset, "metrics": metrics,
         "workers": workers, "close": engine.engine_core.shutdown,
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

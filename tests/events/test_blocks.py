@@ -35,7 +35,7 @@ def pages_of(tokens: Sequence[int], labels: BlockLabels = LABELS) -> list[PageBl
             token_bytes(tokens[first * BLOCK : first * BLOCK + PAGE]), (None,) * PER_PAGE, labels,
         )
         for first in range(0, len(hashes), PER_PAGE)
-    ]  # fmt: skip
+    ]
 
 
 def keys_of(tokens: Sequence[int], adapter: str | None = None) -> tuple[bytes, ...]:
@@ -67,7 +67,7 @@ def test_a_run_of_pages_is_a_run_of_blocks_with_tokens_parent_and_labels() -> No
     assert whole == BlocksStored(
         Medium.HOST, (*FIRST, *SECOND), None, token_bytes(TOKENS), BLOCK, (None,) * 6, LABELS, keys_of(TOKENS), None,
         PAGE,
-    )  # fmt: skip
+    )
     assert isinstance(rest, BlocksStored)
     assert (rest.hashes, rest.parent, rest.page_parent) == (tuple(SECOND), FIRST[-1], keys_of(TOKENS)[0])
 
@@ -76,7 +76,7 @@ def test_siblings_share_their_first_blocks_until_the_last_one_is_removed() -> No
     mine, theirs = keys_of(TOKENS), keys_of(SIBLING)
     _, other, gone, last = translated([
         stored(TOKENS), stored(SIBLING, begin=1), Removed(Medium.HOST, mine[1:]), Removed(Medium.HOST, theirs[1:]),
-    ])  # fmt: skip
+    ])
     assert isinstance(other, BlocksStored)
     assert (other.parent, len(other.hashes), other.tokens) == (SECOND[0], 2, token_bytes(SIBLING[8:]))
     assert gone == BlocksRemoved(Medium.HOST, tuple(SECOND[1:]), mine[1:])
@@ -173,7 +173,7 @@ def test_the_wire_has_the_fields_of_vllm_and_the_pages_of_hicache() -> None:
         "type": "BlockStored", "block_hashes": numbers, "parent_block_hash": None, "token_ids": TOKENS,
         "block_size": BLOCK, "lora_id": 7, "medium": "CPU", "lora_name": "lora", "extra_keys": [None] * 6,
         "group_idx": 0, "kv_cache_spec_kind": "full_attention",
-    }  # fmt: skip
+    }
     assert gone == {"type": "BlockRemoved", "block_hashes": numbers, "medium": "CPU", "group_idx": 0}
     found = decode_batch(encode_batch(BlockLedger().translate(events), 1.0))
     assert found[0] == Stored(Medium.HOST, keys_of(TOKENS), None, b"", b"", PAGE, Origin(7, "lora"))

@@ -142,7 +142,7 @@ def test_a_loss_names_only_pages_that_were_announced_and_each_once() -> None:
     lost = Removed(Medium.STORAGE, (KEYS[1], KEYS[3], KEYS[1]))
     assert drained(RUN.part(0, 2), lost, lost, RUN.part(1, 2)) == [
         RUN.part(0, 2), Removed(Medium.STORAGE, (KEYS[1],)), RUN.part(1, 2),
-    ]  # fmt: skip
+    ]
 
 
 def test_after_a_clear_all_pages_are_announced_again() -> None:
@@ -160,7 +160,7 @@ def test_beyond_the_limit_the_pages_stored_first_are_reported_as_removed() -> No
     # The second event of the first page makes the other page the oldest one.
     assert drained(first, second, first, third, fourth, storage_pages_max=2) == [
         first, second, third, gone[0], fourth, gone[1],
-    ]  # fmt: skip
+    ]
 
 
 def test_the_events_of_a_tree_alone_announce_pages_on_storage_again() -> None:

@@ -60,7 +60,7 @@ def test_keys_are_read_from_files(tmp_path: Path) -> None:
     [({"endpoint": "tcp://0.0.0.0:1"}, "can be reached by other users or hosts"),
      ({"endpoint": "tcp://127.0.0.1:1", "curve_secret_key_file": "/no/s", "curve_client_keys_file": "/no/c"},
       "No such file")],
-)  # fmt: skip
+)
 def test_config_check_rejects_the_same_configurations_as_the_start(section: dict[str, object], message: str) -> None:
     for call in (lambda: check_events(config(**section)), lambda: create_publisher(config(**section), EventStream(1))):
         with pytest.raises(ConfigError, match=message):
@@ -74,7 +74,7 @@ def test_config_check_rejects_the_same_configurations_as_the_start(section: dict
      ({"endpoint": "tcp://127.0.0.1:99999"}, "port is not a number from 0 to 65535"),
      ({"endpoint": "tcp://127.0.0.1:1", "replay_endpoint": "tcp://127.0.0.1:65536"}, "port is not a number"),
      ({"curve_secret_key_file": "x"}, "both or neither"), ({"buffer": 0}, "buffer")],
-)  # fmt: skip
+)
 def test_an_invalid_section_is_rejected(section: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         config(**section)

@@ -137,7 +137,7 @@ def test_lost_messages_are_fetched_by_replay() -> None:
 @pytest.mark.parametrize(
     ("capacity_bytes", "options"), [(LARGE_BYTES, {"replay_buffer": 1, "snapshot_interval": 0.01}), (1, {})],
     ids=["a subscriber missed more than is kept", "the stream overflows"],
-)  # fmt: skip
+)
 def test_a_follower_starts_over_from_a_snapshot_when(capacity_bytes: int, options: dict[str, Any]) -> None:
     stream = EventStream(capacity_bytes)
     machine = RecordedMachine(4, rng(1), stream)
@@ -361,7 +361,7 @@ def test_an_open_address_needs_keys(endpoint: str) -> None:
             "ipc://@abstract", "ipc://*", "ipc://relative/x", "ipc:///" + "x" * 120, "ipc:///no/such/directory/x",
         )),
     ],
-)  # fmt: skip
+)
 def test_without_keys_only_private_endpoints_are_accepted(endpoint: str, is_private: bool) -> None:
     with nullcontext() if is_private else pytest.raises(ConfigError):
         require_private(EventsConfig(endpoint=endpoint), None)

@@ -94,7 +94,7 @@ def test_an_eviction_hides_no_other_medium_from_sglangs_router() -> None:
 def test_token_ids_are_single_integers_also_for_bigram_keys() -> None:
     assert [event["token_ids"] for event in as_maps(EVENTS[:4])] == [
         list(range(1, 9)), list(range(5, 9)), list(range(1, 9)), list(range(1, 9)),
-    ]  # fmt: skip
+    ]
 
 
 def test_without_token_ids_neither_tokens_nor_seeds_are_written() -> None:
@@ -113,14 +113,14 @@ def test_salts_and_sessions_are_written_only_if_enabled_and_adapters_always() ->
     (event,) = as_maps(NAMED)
     assert (event["cache_salt"], event["session_id"], event["extra_keys"]) == (
         "salt", "session", [["lora", "salt"], ["lora"]],
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize(
     ("origin", "extra_keys"),
     [(Origin(), [[SEED], None]), (Origin(lora_name="lora"), [["lora"], ["lora"]]),
      (Origin(cache_salt="salt"), [["salt"], None])],
-)  # fmt: skip
+)
 def test_the_extra_keys_name_adapter_and_salt(origin: Origin, extra_keys: object) -> None:
     (event,) = as_maps([NAMED[0]._replace(origin=origin)])
     assert event["extra_keys"] == extra_keys
@@ -131,7 +131,7 @@ def stored(own: object = (), **changes: object) -> dict[str, object]:
     fields: dict[str, object] = {
         "type": "BlockStored", "block_hashes": [5], "parent_block_hash": None, "token_ids": [1, 2, 3, 4],
         "block_size": 4, "lora_id": None, "medium": "GPU", "lora_name": None, "hicache": own or [KEYS[0]],
-    }  # fmt: skip
+    }
     return fields | changes
 
 
@@ -165,7 +165,7 @@ def test_an_event_without_a_medium_means_the_device() -> None:
         stored(medium="TAPE"), stored(type="Other"), stored(lora_name=5), stored(cache_salt=b"x"), {},
         {"type": "BlockStored"}, {"type": "BlockRemoved", "block_hashes": 5}, ["AllBlocksCleared"], [], 5, None,
     ],
-)  # fmt: skip
+)
 def test_an_invalid_event_is_rejected(event: object) -> None:
     with pytest.raises(InvalidInput, match="KV events"):
         decoded(event)

@@ -104,7 +104,7 @@ class RecordedMachine(Machine):
             self.match, self.insert, self.insert, self.backup, self.finish_copy, self.load_back, self.prefetch,
             self.finish_prefetch, self.lock, self.unlock, self.evict_device, self.evict_host, self.acknowledge_store,
             self.lose_page, self.reset,
-        ]  # fmt: skip
+        ]
         self.random.choice(operations)()
         self.check()
         self.storage |= pages_of_tree(self.tree)[Medium.STORAGE]

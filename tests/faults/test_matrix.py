@@ -83,7 +83,7 @@ ALL_PAIRS = [(kind, row) for kind in KINDS for row in ROWS]
 PAIRS = [
     (kind, row) for kind, row in ALL_PAIRS
     if IS_SOAK or row.name in SAMPLES.get(kind.name, {row.name})
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")

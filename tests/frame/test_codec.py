@@ -140,7 +140,7 @@ def test_label_and_weights_epoch_are_not_part_of_a_pages_identity() -> None:
     ("given", "shown"),
     [("x" * 40, "x" * 32), ("\u00e9" * 20, "\u00e9" * 16), ("a" + "\u20ac" * 11, "a" + "\u20ac" * 10), ("", ""),
      ("\x1b[2J\n", "?[2J?"), ("half \ud800", "half ?")],
-)  # fmt: skip
+)
 def test_a_label_is_cut_to_whole_printable_characters(given: str, shown: str) -> None:
     header = FrameHeader.parse(sealed(FrameCodec(NAMESPACE, PAYLOAD, label=given)))
     assert header is not None and header.label == shown
@@ -168,7 +168,7 @@ def test_any_bytes_are_a_printable_header_or_none(noise: bytes, starts_well: boo
         (NAMESPACE, PAYLOAD, {"weights_epoch": -1}), (NAMESPACE, PAYLOAD, {"tag": TagKind.AES_256_GMAC}),
         (NAMESPACE, PAYLOAD, {"tag": TagKind.AES_256_GCM}),
     ],
-)  # fmt: skip
+)
 def test_invalid_options_of_a_codec_are_refused(namespace: bytes, size: int, options: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput):
         FrameCodec(namespace, size, **options)

@@ -287,7 +287,7 @@ def test_a_reader_with_an_encryption_key_rejects_plain_pages() -> None:
 def test_a_mac_key_and_an_encryption_key_have_different_ids() -> None:
     mac, cipher = (FrameHeader.parse(stored_page(codec)) for codec in (
         FrameCodec(NAMESPACE, PAYLOAD, mac_keys=[MAC]), FrameCodec(NAMESPACE, PAYLOAD, encryption_keys=[MAC]),
-    ))  # fmt: skip
+    ))
     assert mac is not None and cipher is not None and mac.key_id != cipher.key_id
 
 
@@ -331,7 +331,7 @@ BOMB = zstandard.ZstdCompressor().compress(bytes(1 << 28))
         (SMOOTH[:-1], 0, Damage.LENGTH),
     ],
     ids=["short", "long", "no size", "cut", "bomb", "empty", "text", "skippable", "planes alone", "form 4", "plain"],
-)  # fmt: skip
+)
 def test_a_page_that_does_not_expand_to_its_payload_is_refused(body: bytes, form: int, damage: Damage) -> None:
     codec = CODECS["xxh3"]
     assert accept(codec, forged(codec, body, form=form)) is damage

@@ -55,7 +55,7 @@ class Rig:
     def __init__(
         self, shape: KVGeometry, pages: int, path: Path, *, device: int = 0, slow: tuple[int, ...] = (),
         dropped: tuple[int | str, int | str] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.device = torch.device("cuda", device)
         self.pool: KVPool = create_device_pool(shape, pages, self.device)
         self.host = HostPool(shape, pages, pin=self.device)
@@ -177,7 +177,7 @@ def test_a_stall_of_any_stream_changes_no_byte(path: Path, slow: tuple[int, ...]
         ("staged", (), (0, "fence")), ("staged", (), (2, "fence")), ("staged", (3,), ("engine", 3)),
         ("staged", (0,), (1, 0)), ("staged", (2,), (3, 2)),
     ],
-)  # fmt: skip
+)
 def test_an_omitted_wait_is_detected_on_the_device(
     path: Path, slow: tuple[int, ...], dropped: tuple[int | str, int | str]
 ) -> None:

@@ -51,7 +51,7 @@ def encodings(secret: str) -> set[str]:
     """Return the forms of a secret in texts: plain, escaped, quoted, in base64 and in hexadecimal."""
     data = secret.encode()
     forms = {secret, repr(secret)[1:-1], urllib.parse.quote(secret, safe=""), data.hex(),
-             base64.b64encode(data).decode(), base64.b64encode(data).decode().rstrip("=")}  # fmt: skip
+             base64.b64encode(data).decode(), base64.b64encode(data).decode().rstrip("=")}
     return forms | {form.upper() for form in forms} | {form.lower() for form in forms}
 
 
@@ -96,7 +96,7 @@ class HostileServer(Listener):
     def __init__(
         self, seed: int, mode: str = "single", *, trap_port: int = 1, trap_path: str = "trap",
         lie: Callable[[list[bytes]], bytes | None] | None = None, share: float = 1.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._seed = seed
         self._mode = mode
         self._trap_port = trap_port
@@ -132,7 +132,7 @@ class HostileServer(Listener):
             b"GET": b"$-1\r\n", b"DBSIZE": b":7\r\n", b"OBJECT": b":3\r\n", b"GETRANGE": bulk(b"bytes"),
             b"INFO": bulk(b"# Memory\r\nmaxmemory:1000\r\n"),
             b"SCAN": array(bulk(b"0"), array(bulk(_name(bytes(32))))),
-        }.get(verb, b"+OK\r\n")  # fmt: skip
+        }.get(verb, b"+OK\r\n")
 
     def _attack(self, sock: socket.socket, dice: random.Random, request: list[bytes]) -> None:
         if self._lie is not None:
@@ -169,12 +169,12 @@ class HostileServer(Listener):
             b"a..b:7000", b"::a..b:7000", b"x" * 64 + b".example:7000", b"[::1]:0",
             "h\u00f6st:7000".encode(), b"host:\xb2", b"host:99999", b":%d" % self._trap_port, b"", b"/:1", b"\x00:5",
             PASSWORD.encode() + b":7", b"host:" + b"9" * 5000,
-        ])  # fmt: skip
+        ])
 
 
 _KINDS = ("wrong", "wrong", "wrong", "redirection", "redirection", "echo", "echo", "nested", "wide", "length",
           "garbage", "cut", "facts", "line", "page", "end", "endless", "silence", "drip", "opening",
-          "leftover")  # fmt: skip
+          "leftover")
 
 
 def hostile_reply(dice: random.Random, kind: str, server: HostileServer) -> bytes:
@@ -186,7 +186,7 @@ def hostile_reply(dice: random.Random, kind: str, server: HostileServer) -> byte
         return dice.choice([
             b"-ERR unknown command 'AUTH', with args beginning with: '%b'\r\n", b"-ERR bad request: AUTH %b\r\n",
             b"-WRONGPASS %b is not it\r\n", b"-%b\r\n", b"-NOPERM '%b' command\r\n", b"+%b\r\n", b"-MOVED 1 %b:7\r\n",
-        ]) % secret  # fmt: skip
+        ]) % secret
     if kind == "nested":
         return b"*1\r\n" * dice.choice([2, 9, 5000])
     if kind == "wide":
@@ -194,7 +194,7 @@ def hostile_reply(dice: random.Random, kind: str, server: HostileServer) -> byte
     if kind == "length":
         number = dice.choice([
             b"-5", b"9" * 19, b"9" * 30, b"2147483647", b"8388608", b"-", b"", b"\xb2", b"1_0", b" 5",
-        ])  # fmt: skip
+        ])
         return dice.choice([b"$", b"*", b":"]) + number + b"\r\n" + bytes(dice.randrange(100))
     if kind == "scan":  # a scan without an end; each reply is within the limit of the client
         return array(bulk(b"5"), array(bulk(dice.randbytes(8) + bytes(4 << 20))))
@@ -213,7 +213,7 @@ def hostile_reply(dice: random.Random, kind: str, server: HostileServer) -> byte
         bulk(b"7"), array(bulk(b"1"), array()), array(bulk(b"x"), array()), array(b":1\r\n", b"$-1\r\n"), b"\r\n",
         b"-\r\n", b"-ERR\r\n", b"-OOM no\r\n", b"-WRONGTYPE no\r\n", b"-LOADING no\r\n", b"-CLUSTERDOWN no\r\n",
         b"-READONLY no\r\n", array(bulk(b"0"), array(bulk(_name(dice.randbytes(32))), b":5\r\n", b"*0\r\n")),
-    ])  # fmt: skip
+    ])
 
 
 def _false_facts(dice: random.Random, server: HostileServer) -> bytes:
@@ -228,7 +228,7 @@ def _false_facts(dice: random.Random, server: HostileServer) -> bytes:
         array(array(b":0\r\n", b":16384\r\n", array(bulk(host), number))),
         array(*[array(b":1\r\n", b":1\r\n", array(bulk(b"127.0.0.3"), b":%d\r\n" % (1000 + i))) for i in range(1200)]),
         array(*map(bulk, where)), array(array(*map(bulk, where))), array(*map(bulk, where[:3])),
-    ])  # fmt: skip
+    ])
 
 
 def _name(key: bytes) -> bytes:
@@ -285,14 +285,14 @@ def _options(mode: str, port: int) -> dict[str, Any]:
             "sentinels": [f"{LOOPBACK}:{port}"], "service": "cache", "allowed_nodes": [LOOPBACK],
             "sentinel_password_env": PASSWORD_ENV,
         },
-    }  # fmt: skip
+    }
     return {**where[mode], "password_env": PASSWORD_ENV, "username": USER, "timeout": TIMEOUT_S}
 
 
 def _round(
     open_store: Callable[..., Any], use: Callable[..., None], options: dict[str, Any], server: HostileServer,
     counts: Counter[str], texts: Texts,
-) -> None:  # fmt: skip
+) -> None:
     try:
         store = open_store(RedisStorageOptions(**options))
     except (BackendUnavailable, ConfigError) as error:

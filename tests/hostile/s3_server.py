@@ -31,7 +31,7 @@ from tests.waiting import wait_for, wait_until_made
 # Each request contains the first two, and the server may send them back.
 _SECRETS = {
     "HOSTILE_S3_ID": "HOSTILEACCESSKEYID", "HOSTILE_S3_TOKEN": "HostileSessionToken", "HOSTILE_S3_KEY": "Secret0000key",
-}  # fmt: skip
+}
 _TIMEOUT_S = 0.15
 _VERB_S = 0.3
 _STEPS = 16
@@ -43,28 +43,28 @@ _STATUS_LINES = [
     "HTTP/1.1 \u00b200 OK", "HTTP/1.1 2\u00b20", "HTTP/1.1 \u0662\u0660\u0660 OK", "HTTP/1.1 -20 OK", "HTTP/1.1 2_0 OK",
     "HTTP/1.1 99999 OK", "HTTP/1.1 000 OK", "HTTP/1.1", "HTTP/2 200 OK", "HTTP/1.\u0661 200 OK", "ICY 200 OK",
     "HTTP/1.1 200\n", "HTTP/1.1  200 OK", "",
-]  # fmt: skip
+]
 _STATUSES = [
     100, 101, 103, 199, 200, 201, 204, 206, 299, 300, 304, 400, 403, 404, 405, 409, 412, 416, 418, 500, 501, 503, 507,
     599, 600, 999,
-]  # fmt: skip
+]
 _LENGTHS = [
     "-1", "+5", "0x10", "\u00b2", "\u0665", "1e3", "9" * 30, "9" * 5000, "5, 7", "1_0", " ", "5\r\ncontent-length: 7",
     str(10**14),
-]  # fmt: skip
+]
 _SPLITS = ["\n", "\r", "\x00", "\x0b", "\x1b[2J", "\x7f", "\x85", "\u2028", "\n ", "\r\n "]
 _CHUNKS = [
     "-1", "-ffffffff", "ffffffff", "0x5", "+5", "1_0", "\u00b2", "\u0665", " 5", "5 5", "", "5;" + "x" * 70_000,
     "9" * 5000,
-]  # fmt: skip
+]
 _ENCODINGS = [
     "utf-16", "utf-7", "idna", "punycode", "hex", "zlib", "rot13", "unicode_escape", "cp037", "big5", "no-such", "",
     "\u00fc",
-]  # fmt: skip
+]
 _DATES = [
     "99999-01-01T00:00:00Z", "0001-01-01T00:00:00", "9999-12-31T23:59:59-23:59", "yesterday", "", "9" * 5000,
     "2026-13-45T99:99:99Z",
-]  # fmt: skip
+]
 _SIZES = ["-1", "\u00b2", "\u0665", "1e9", "9" * 5000, "0x10", " 5 ", "", "NaN", str(10**14)]
 _NAMES = ["../" + _NAME, _NAME + "\u0661", _NAME.upper(), "%00", "x" * 5000]
 _CODES = ["SlowDown", "<b>x</b>", "", "\u00fc", "x" * 70_000, "<Code>a</Code>", "NoSuchBucket", "a\nb"]
@@ -94,7 +94,7 @@ _DOCUMENTS: list[Callable[[], str]] = [
     lambda: "<DeleteResult>" + "<Error><Code>AccessDenied</Code></Error>" * 900 + "</DeleteResult>",
     lambda: "<Error><Code>SlowDown</Code></Error>", lambda: "", lambda: "\x00" * 1000, lambda: "<" * 100_000,
     lambda: f"<x>{'&' * 1000}</x>", lambda: "<Error><Error><Error>SlowDown</Error></Error></Error>",
-]  # fmt: skip
+]
 
 
 class HostileS3:
@@ -137,7 +137,7 @@ class HostileS3:
                 x_amz_bucket_region=choice(["eu-west-1", "a\nb", "x" * 5000]),
             ),
             "mutation": self._mutated,
-        }  # fmt: skip
+        }
         stub.fault = self._fault
 
     @property
@@ -181,7 +181,7 @@ class HostileS3:
             Answer(head + bad + b"\r\nhello\r\n0\r\n\r\n", "close"), Answer(head, more=self._endless(more)),
             Answer(head + b"0\r\n", more=self._endless("x: y\r\n")), Answer(head + bad, "close"),
             Answer(head + b"-1\r\n", more=self._endless("x")), Answer(head, more=self._endless("1")),
-        ])  # fmt: skip
+        ])
 
     def _encoded(self, request: Request) -> Answer:
         encoding = self._dice.choice(_ENCODINGS)
@@ -201,7 +201,7 @@ class HostileS3:
             _listing(_entry(key=dice.choice(_NAMES)), truncated=False), _listing(_entry() * 3000, truncated=False),
             _listing("<Contents><Contents/></Contents>" * 50, truncated=False),
             "<ListBucketResult>" + _entry() + "</ListBucketResult>",
-        ]).encode())  # fmt: skip
+        ]).encode())
 
     def _cut(self, request: Request) -> Answer:
         data = self._correct(request)
@@ -244,7 +244,7 @@ class _Stores:
         chosen = options(
             url, connections=3, timeout=_TIMEOUT_S, connect_timeout=1.0,
             access_key_env="HOSTILE_S3_ID", secret_key_env="HOSTILE_S3_KEY", session_token_env="HOSTILE_S3_TOKEN",
-        )  # fmt: skip
+        )
         parents = [None, *_KEYS[:-1]]
         self.pages = {
             object_name("test/", NAMESPACE, key): bytes(CODEC.seal(key, frame, parent=parent))
@@ -258,7 +258,7 @@ class _Stores:
             **operator_verbs(self._raw, StoredPage(NAMESPACE, _KEYS[0], PAGE, None)),
             "open": lambda: store_of(S3Driver, CODEC, chosen).close(),
             "open raw": lambda: StoredPages(S3Driver(None, chosen), "s3").close(),
-        }  # fmt: skip
+        }
 
     def close(self) -> None:
         self.backend.close()

@@ -83,7 +83,7 @@ def engine_verbs(backend: Store, keys: list[bytes], limit_s: float) -> Verbs:
         "exists": count_of(lambda: backend.batch_exists(keys, deadline=soon())),
         "delete": count_of(lambda: backend.delete(keys, deadline=soon())),
         "clear": count_of(lambda: backend.clear(deadline=soon()), float("inf")),
-    }  # fmt: skip
+    }
 
 
 def operator_verbs(raw: StoredPages, page: StoredPage) -> Verbs:
@@ -91,7 +91,7 @@ def operator_verbs(raw: StoredPages, page: StoredPage) -> Verbs:
     return {
         "list": lambda: list(itertools.islice(raw.pages(), 5000)), "read": lambda: raw.read(page, 1 << 30),
         "write": lambda: raw.write(page, b"x" * page.bytes, None), "remove": lambda: raw.remove([page]),
-    }  # fmt: skip
+    }
 
 
 def run_verb(name: str, verb: Callable[[], object], counts: Counter[str], texts: Texts) -> None:

@@ -31,7 +31,7 @@ CHUNK_BYTES = 8192
 LAYOUT = ChunkLayout(
     engine="vllm/0.32.0/cuda", dtype="bfloat16", kv_layout="LBHNC", groups=(ChunkGroup(0, 16, ("layer.0", "layer.1")),),
     chunk_bytes=CHUNK_BYTES, chunk_blocks=4, hash_tokens=16,
-)  # fmt: skip
+)
 NAMESPACE = LAYOUT.namespace("weights", "model")
 # vLLM's hash of a block, and its group.
 ROOT = hashlib.sha256(b"root").digest()
@@ -130,13 +130,13 @@ class ChunkEngine:
     def __init__(
         self, store: Store | str, *, in_place: bool = False, namespace: Namespace = NAMESPACE, root: bytes = ROOT,
         **entries: object,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.config = HiCacheConfig.model_validate({
             "page_size": namespace.shape.tokens,
             "storage": {"type": "memory"},
             # Long enough for a busy machine; tests do not wait for its end.
             "prefetch": {"timeout_base": "20s"}, **entries,
-        })  # fmt: skip
+        })
         self._memory = bytearray(ROWS * CHUNK_BYTES)
         self.memory = memoryview(self._memory)
         self._free = list(range(ROWS))

@@ -52,7 +52,7 @@ def files(folder: Path, *, capacity: int | None = None) -> dict[str, Any]:
 def open_storage(
     pools: Mapping[str, Any], storage: dict[str, Any], *, ranks: Ranks | None = None, engine: EngineIdentity = ENGINE,
     is_current: Callable[[], bool] = lambda: True, clock: Clock = SYSTEM_CLOCK, **sections: Any,
-) -> HostPoolStorage:  # fmt: skip
+) -> HostPoolStorage:
     """Open the storage of an engine with these pools by name, as HiCacheStore does."""
     config = HiCacheConfig.model_validate({"storage": storage, **sections})
     made = HostPoolStorage(EngineStorage(config, clock=clock), is_current)

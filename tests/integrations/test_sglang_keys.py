@@ -16,7 +16,7 @@ IMAGE = 1 << 61  # SGLang names an image by ids of 62 bits
 def key(
     tokens: list[int], extra_key: str | None = None, salt: str | None = None, *, bigram: bool = False,
     wide: bool = False,
-) -> RadixKey | None:  # fmt: skip
+) -> RadixKey | None:
     return prompt_key(array("q", tokens), extra_key, salt, page_size=PAGE, bigram=bigram, wide_ids=wide)
 
 

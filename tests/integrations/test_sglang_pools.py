@@ -49,7 +49,7 @@ def hybrid() -> dict[str, Any]:
     return {
         "kv": HostPool("page_first"), "swa": HostPool("layer_first"), "mamba": StatePool(),
         "indexer": HostPool("page_first", is_mla=True),
-    }  # fmt: skip
+    }
 
 
 @pytest.fixture

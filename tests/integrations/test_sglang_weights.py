@@ -17,7 +17,7 @@ from hicache.integrations.sglang_tree.weights import WeightsWatch, _pieces
 DTYPES = [
     torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bool,
     torch.int64, torch.complex64,
-]  # fmt: skip
+]
 # Elements of each tensor that a test changes.
 TRIES = 8
 

@@ -52,7 +52,7 @@ def opened() -> Iterator[Open]:
     def open_storage(
         storage: dict[str, Any], *, processes: int = 1, epoch: int = 0, most_s: float = math.inf,
         clock: Clock = SYSTEM_CLOCK, **sections: Any,
-    ) -> OnePool:  # fmt: skip
+    ) -> OnePool:
         config = HiCacheConfig.model_validate({"storage": storage, **sections})
         made.append(EngineStorage(config, processes=processes, deadline_s_max=most_s, clock=clock))
         return OnePool(made[-1], Namespace("weights", SHAPE, epoch))

@@ -103,7 +103,7 @@ class Walk:
             tokens, draw.choice([1, 5, 9, 18]), salt=draw.choice(["", "", "s"]),
             adapter=draw.choice([None, None, None, "one 1", "two 1"]),
             skip_reading_prefix_cache=draw.random() < 0.05,
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("seed", seeds(4))

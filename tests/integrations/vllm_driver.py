@@ -40,7 +40,7 @@ class Engine:
     def __init__(
         self, folder: Path | None, name: str, form: Form, chance: random.Random,
         kinds: tuple[type[SchedulerSide], type[Worker]],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.form = form
         self.layerwise, self.batches = form.layerwise, form.batches
         self.drafts, self.caching = form.drafts, form.caching
@@ -53,7 +53,7 @@ class Engine:
             "prefetch": {"threshold_tokens": 1, "timeout_base": WAIT_S},
             "transfer": {"io_workers": 1}, "host": {"tokens": 1},
             **({} if folder is None else {"storage": storage}),
-        })  # fmt: skip
+        })
         namespace = Namespace(
             "a model", self.layout.shape, tp_size=form.ranks, ranks_share_pages=True, key_hash="of the test"
         )
@@ -67,11 +67,11 @@ class Engine:
         )
         self.scheduler.on_device = lambda block: block in self.blocks.by_hash
         memory = [[[torch.zeros(form.blocks, BLOCK * SLOT, dtype=torch.uint8) for _ in range(REGIONS)]
-                   for _ in range(LAYERS)] for _ in range(form.ranks)]  # fmt: skip
+                   for _ in range(LAYERS)] for _ in range(form.ranks)]
         self.workers = [kinds[1](self.pool, self.layout, rank, memory[rank]) for rank in range(form.ranks)]
         # [rank][layer][region] of [blocks, BLOCK, SLOT]
         self.memory = [[[one.numpy().reshape(form.blocks, BLOCK, SLOT) for one in layer] for layer in rank]
-                       for rank in memory]  # fmt: skip
+                       for rank in memory]
         self.blocks = Blocks(form.blocks)
         self.chance = chance
         self.weights = 0

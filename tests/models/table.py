@@ -28,7 +28,7 @@ _COMMON: dict[str, Any] = {
     "num_attention_heads": 2 * KV_HEADS, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
     "max_position_embeddings": 4096, "initializer_range": INITIALIZER_RANGE, "tie_word_embeddings": False,
     "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
-}  # fmt: skip
+}
 _EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": _HIDDEN}
 _WINDOWS = {"sliding_window": WINDOW, "layer_types": ["sliding_attention"] * (LAYERS - 1) + ["full_attention"]}
 
@@ -126,7 +126,7 @@ MODELS: dict[str, Model] = {
         },
         _STATES, chunk_tokens=128, in_ci=True,
     ),
-}  # fmt: skip
+}
 
 # Models that vLLM's CPU build does not start, with the error that it prints.
 NOT_STARTED: dict[str, tuple[Model, str]] = {
@@ -155,7 +155,7 @@ NOT_STARTED: dict[str, tuple[Model, str]] = {
         ),
         "index 1 is out of bounds for dimension 0 with size 1",
     ),
-}  # fmt: skip
+}
 
 
 def save_model(row: Model, folder: Path) -> None:
@@ -191,7 +191,7 @@ def save_adapter(folder: Path, *, seed: int = 0) -> None:
     folder.mkdir()
     save_file(weights, folder / "adapter_model.safetensors")
     config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": ADAPTER_RANK, "lora_alpha": ADAPTER_RANK,
-              "target_modules": list(heads), "bias": "none"}  # fmt: skip
+              "target_modules": list(heads), "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(config))
 
 

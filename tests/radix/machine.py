@@ -109,7 +109,7 @@ class Machine:
         self.tree = RadixTree(
             self.page_size, make_policy(self.policy), run_pages_max=self.run_pages_max,
             position_bytes=self.position_bytes, observer=self.observer,
-        )  # fmt: skip
+        )
         self.oracle = Oracle()
         self.device = PageAllocator(24 * scale, first=1)
         self.host = PageAllocator(36 * scale)
@@ -443,7 +443,7 @@ class Machine:
         self.device.check()
         self.host.check()
         stack = [(child, self.oracle.roots[root.page_keys or b""]) for root in self.tree.roots()
-                 for child in root.children.values()]  # fmt: skip
+                 for child in root.children.values()]
         compared = 0
         size = self.tree.page_bytes
         while stack:
@@ -474,7 +474,7 @@ class Machine:
             self.finish_prefetch()
         for references, undo in (
             (self.who.locks, self.unlock), (self.who.holds, self.release), (self.who.pins, self.unpin),
-        ):  # fmt: skip
+        ):
             while references:
                 undo()
         self.check()

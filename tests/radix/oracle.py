@@ -11,7 +11,7 @@ class Page:
     """One page below its prefix, with the full state that the tree keeps about it. It exists while it is on a tier."""
 
     __slots__ = ("children", "copying", "device", "hits", "holds", "host", "locks", "parent", "pins", "priority",
-                 "stored")  # fmt: skip
+                 "stored")
 
     def __init__(self, parent: Page | None, hits: int = 1, priority: int = 0) -> None:
         self.parent = parent

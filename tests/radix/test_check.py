@@ -96,7 +96,7 @@ DAMAGE: dict[str, Callable[[Sample], object]] = {
         for total in ("device_evictable_pages", "device_protected_pages", "pinned_pages", "host_evictable_pages",
                       "host_copy_pages", "host_pages")
     },
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("found", DAMAGE)

@@ -62,7 +62,7 @@ class Walk:
 
     def step(self) -> None:
         action = self.random.choice([self.insert, self.insert, self.match, self.use, self.lock, self.unlock,
-                                     self.back_up, self.evict_device, self.evict_host])  # fmt: skip
+                                     self.back_up, self.evict_device, self.evict_host])
         action()
         check_tree(self.tree)
 

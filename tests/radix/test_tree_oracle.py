@@ -31,7 +31,7 @@ def step(machine: Machine) -> None:
             machine.unlock, machine.unlock, machine.hold, machine.release, machine.release, machine.pin, machine.unpin,
             machine.unpin, machine.evict_device, machine.evict_device, machine.evict_host,
         ]
-    )()  # fmt: skip
+    )()
     machine.check()
 
 

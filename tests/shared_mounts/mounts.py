@@ -158,7 +158,7 @@ def _mount_gluster(mounts: SharedMounts, logs: Path, processes: contextlib.ExitS
 
     def command(program: str, volumes: str, name: str) -> list[str]:
         return [program, "--no-daemon", f"--volfile={logs / volumes}", f"--log-file={logs / name}.log",
-                f"--pid-file={logs / name}.pid"]  # fmt: skip
+                f"--pid-file={logs / name}.pid"]
 
     server = processes.enter_context(_process(command("glusterfsd", "server.vol", "server"), logs))
     wait_for(lambda: _listens(port) or _state(server) in ("", "Z"))

@@ -84,7 +84,7 @@ class Nodes:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.shared_mounts.node"],
             cwd=_REPOSITORY, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+        )
 
     def __enter__(self) -> Self:
         return self
@@ -108,7 +108,7 @@ class Nodes:
         wait_for(
             lambda: not any(is_running(child.pid) for child in children), during,
             timeout_s=60.0 + max(job.seconds for job in jobs), pause_s=0.05,
-        )  # fmt: skip
+        )
         return [child.report() for child in children]
 
 

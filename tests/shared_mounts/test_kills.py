@@ -38,7 +38,7 @@ _REASON = unavailable(KIND)
 pytestmark = [
     pytest.mark.servers, pytest.mark.long, pytest.mark.timeout(60 + 10 * KILLS),
     pytest.mark.skipif(_REASON is not None, reason=str(_REASON)),
-]  # fmt: skip
+]
 
 
 class Killing:
@@ -99,7 +99,7 @@ def test_kills_leave_whole_pages_or_misses_and_their_files_are_removed(tmp_path:
         assert killing.troubles == [] and set(+killing.found) <= {"hit", "miss"}, (killing.found, killing.troubles)
         left = temporary_files(stored)
         print(f"{KIND}, seed {seed}: {KILLS} kills, {dict(killing.found)} reads, at most {peak} bytes, "
-              f"{len(left)} temporary files")  # fmt: skip
+              f"{len(left)} temporary files")
         assert killing.found["hit"] > 0
         assert left or KILLS < 100, "the control: the kills have interrupted writes"
         later = ManualClock()

@@ -97,7 +97,7 @@ class SimulatedCopyEngine(CopyEngine):
     def __init__(
         self, device: SimulatedDevicePool, host: SimulatedHostPool, numbers: random.Random, fail_rate: float,
         clock: Callable[[], float],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(device.blocks, HostWindow(host))
         self.random = numbers
         self.clock = clock

@@ -99,7 +99,7 @@ class Engine(World):
         self.waiting.remove(waiting)
         running = Running(
             request, waiting.tokens.copy(), waiting.seed, self.epoch, request.cached_tokens, NO_PAGES
-        )  # fmt: skip
+        )
         if request.shared_pages * self.cache.page_size != request.cached_tokens:
             raise Finding("counters", f"{request.shared_pages} shared pages, but {request.cached_tokens} cached tokens")
         self._name_pages(running)
@@ -157,7 +157,7 @@ class Engine(World):
         return Span(
             running.request.rid, running.request.pages, running.rows, running.computed // page_size, done // page_size,
             writes_partial=done % page_size > 0 and running.chunk > 0,
-        )  # fmt: skip
+        )
 
     def _compute(self, layer: int, spans: list[Span]) -> None:
         """Compare the KV of one layer that attention reads, then write the KV of the chunks."""

@@ -84,13 +84,13 @@ class StreamedCopyEngine(CudaCopyEngine):
     def __init__(
         self, device: SimulatedDevicePool, host: SimulatedHostPool, numbers: random.Random, fail_rate: float,
         clock: Callable[[], float],
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._turns = _Device(numbers.randrange(1 << 30), device.stream)
         self._simulated = _Runtime(self._turns)
         super().__init__(
             device.blocks, HostWindow(host), TransferConfig(path=self.PATH), runtime=self._simulated,
             thread=lambda name, begin: _Inline(self._turns), slot_bytes=SLOT_BYTES,
-        )  # fmt: skip
+        )
         self._simulated._fail_rate = fail_rate / 4  # per call; a call has several pieces
 
     @property

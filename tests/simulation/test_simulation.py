@@ -67,7 +67,7 @@ def test_prompts_longer_than_their_share_of_l2_go_through_all_states_of_prefetch
     allowed = {(state, following) for state, rule in RULES.items() for following in rule.next}
     rare = {
         (State.AWAITING_ROOM, State.FOLLOWING), (State.AWAITING_L1, State.ENDED), (State.ARRIVED, State.QUEUED),
-    }  # fmt: skip
+    }
     assert len(all_seeds) < LONG_SEEDS or allowed - rare <= moves.keys()
 
 

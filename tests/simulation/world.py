@@ -70,7 +70,7 @@ class World(ABC):
         self.controller = parts.controller(
             self.host, self.copies, self.stores.open_now(0) if has_storage else None, setting.config,
             rates=len(Rates()), workers=self._make_workers, clock=self.clock,
-        )  # fmt: skip
+        )
         self.cache = HiRadixCache(
             self.device, self.host, self.controller,
             position_bytes=BIGRAM_BYTES if setting.bigram else TOKEN_BYTES,
@@ -79,7 +79,7 @@ class World(ABC):
                 setting.config.break_even, self.host.payload_bytes, given=setting.given,
                 probe_every=setting.probe_every,
             ),
-        )  # fmt: skip
+        )
         self.auditor = Auditor(self.cache, self.device, self.host, self.stamps)
         self.follower: Follower | None = None
         if setting.events_bytes is not None:

@@ -13,6 +13,6 @@ def run_child(repository: Path, module: str, *arguments: str, **environ: str) ->
     result = subprocess.run(
         [sys.executable, "-W", "error", "-m", f"tests.tiers.{module}", *arguments],
         cwd=repository, env=os.environ | environ, capture_output=True, text=True, timeout=500, check=False,
-    )  # fmt: skip
+    )
     assert result.returncode == 0, result.stderr
     return result.stdout

@@ -151,7 +151,7 @@ class Copy:
         rows = Rows(
             begin + self.staging, self.row_bytes, table.data_ptr(), self.first, self.count, self.column,
             blocks.data_ptr(), len(self.blocks), word, self.longest,
-        )  # fmt: skip
+        )
         move(rows, programs=programs, to_blocks=to_blocks)
         return arena.cpu()
 

@@ -75,11 +75,11 @@ def expected_slots(batch: Batch, pages: PageAllocator) -> list[int]:
 def require_equal(
     kernels: SlotKernels, seed: int, batch: Batch, device: str = "cpu", *, decode: bool = False,
     last_loc_dtype: torch.dtype = torch.int64,
-) -> None:  # fmt: skip
+) -> None:
     """Raise AssertionError if `kernels` return a wrong slot for `batch`."""
     capacity = batch.extend_tokens + 1
     allocator = PagedTokenToKVPoolAllocator(shuffled_pages(seed, capacity), batch.page_size, device, debug=True,
-                                            kernels=kernels)  # fmt: skip
+                                            kernels=kernels)
     last_loc = torch.tensor(batch.last_loc, dtype=last_loc_dtype, device=device)
     prefix_lens, seq_lens = torch.tensor(batch.prefix_lens).long(), torch.tensor(batch.seq_lens).long()
     if decode:

@@ -144,7 +144,7 @@ def step(allocator: PageAllocator, model: Sets, numbers: random.Random, freed: s
         freed |= set(chosen)
     elif model.free | model.collected:
         wrong = [*numbers.sample(sorted(model.used), numbers.randint(0, len(model.used))),
-                 numbers.choice(sorted(model.free | model.collected))]  # fmt: skip
+                 numbers.choice(sorted(model.free | model.collected))]
         numbers.shuffle(wrong)
         with pytest.raises(InvariantError):
             allocator.free(ids(*wrong))

@@ -29,7 +29,7 @@ GEOMETRY = KVGeometry(layers=2, heads=1, head_dim=8, page_size=4)
 COUNTS: list[Any] = [None, "2", -1, 1.0, math.nan, True, [1], 2**64]
 PAGES: list[Any] = [None, 1, "1", [1], (1,), np.array([1]), np.array([1.0]), np.array([[1]], np.int32), torch.ones(1)]
 SLOTS: list[Any] = [None, 4, [4], np.array([4]), torch.tensor(4), torch.tensor([4.0]), torch.tensor([True]),
-                    torch.tensor([4j])]  # fmt: skip
+                    torch.tensor([4j])]
 DEVICES: list[Any] = [None, 1.5, "gpu", [], b"cpu"]
 IDS = np.array([1], np.int32)
 ONE, TWO = torch.tensor([1]), torch.tensor([4])
@@ -56,7 +56,7 @@ class Pools:
         return (
             self.pages.free_pages, self.host.allocator.free_pages, self.host.buffer.tobytes(), self.rows.free_rows,
             self.rows.table.tolist(), self.tokens.available_tokens,
-        )  # fmt: skip
+        )
 
 
 Call = Callable[[Pools, Any], object]
@@ -117,7 +117,7 @@ CALLS: dict[str, tuple[Call, Sequence[Any]]] = {
     "backup after": (lambda pools, bad: pools.copies.backup(IDS, IDS, after=bad), [5, "now", print]),
     "load after": (lambda pools, bad: pools.copies.load(IDS, IDS, after=bad), [5, "now", print]),
     "alloc_decode last_loc": (lambda pools, bad: pools.paged.alloc_decode(ONE, bad), SLOTS),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CALLS, ids=lambda name: name.replace(" ", "-"))

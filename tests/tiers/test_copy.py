@@ -103,12 +103,12 @@ def test_the_helper_copies_rows_of_any_length_and_alignment(native: Any, size: i
         {"source": np.zeros((7, 1, 16), np.uint8)[:, :, ::2]}, {"target": np.zeros((0, 3, 8), np.uint8)},
     ],
     ids=lambda wrong: f"{next(iter(wrong))} {next(iter(wrong.values())).shape}",
-)  # fmt: skip
+)
 def test_the_helper_rejects_rows_that_do_not_exist(native: Any, wrong: dict[str, Any]) -> None:
     right = {
         "target": np.zeros((4, 3, 8), np.uint8), "places": np.array([0, 11]),
         "source": np.ones((7, 1, 8), np.uint8), "rows": np.array([0, 6]),
-    }  # fmt: skip
+    }
     given = right | wrong
     with pytest.raises(ValueError, match="int64 rows of both sides"):
         native.copy_rows(*given.values())

@@ -96,7 +96,7 @@ def test_more_tiles_than_the_kernel_can_count_are_rejected_before_any_copy() -> 
         rows_triton.move_rows(
             Rows(16, 1 << 17, 16, 0, 1 << 10, 0, 16, (1 << 18) + 1, word=16, longest=1 << 17), programs=1,
             to_blocks=False,
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.long

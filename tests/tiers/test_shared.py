@@ -93,7 +93,7 @@ def path_of(name: str) -> Path:
 
 def open_here(
     name: str, pages: int | Callable[[], int] = 8, processes: int | None = 2, timeout_s: float = WAIT_S, **options: Any
-) -> SharedHostPool:  # fmt: skip
+) -> SharedHostPool:
     shape = options.pop("shape", GEOMETRY)
     return SharedHostPool.open(name, shape, pages, processes=processes, timeout_s=timeout_s, **options)
 
@@ -291,7 +291,7 @@ def test_a_file_system_without_a_limit_does_not_count_as_full() -> None:
     code = (
         "from tests.tiers._shared_child import open_pool; "
         "assert open_pool('unlimited', 2, None, 9.0)"
-    )  # fmt: skip
+    )
     script = 'mount -t tmpfs -o size=0 none /dev/shm || exit 77; exec "$@"'
     if os.geteuid() or shutil.which("unshare") is None:
         pytest.skip("only root can mount a file system")
@@ -314,7 +314,7 @@ def test_a_failed_allocation_leaves_no_file(name: str, children: list[Child]) ->
 @pytest.mark.parametrize("processes", [None, 1, 2])
 def test_a_failed_mapping_leaves_no_file(
     name: str, children: list[Child], processes: int | None
-) -> None:  # fmt: skip
+) -> None:
     children[0].ask("limit memory", 16 << 20)
     refused = children[0].ask("open", name, 8192, processes, WAIT_S)
     children[0].ask("limit memory", None)

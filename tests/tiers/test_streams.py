@@ -62,7 +62,7 @@ class Simulation:
         self.copies = kind(
             EngineBlocks(tensors, first=1), HostWindow(self.host), TransferConfig(path=path),
             runtime=self.runtime, thread=partial(SimulatedThread, self.turns), slot_bytes=slot_bytes,
-        )  # fmt: skip
+        )
         self.runtime._fail_rate = rate
         self.runtime.started = True
         self.stamp = 0
@@ -270,13 +270,13 @@ def found(seeds_max: int, make: Callable[[int], Simulation]) -> str | None:
 DIRECT = [
     ("own 1", "compute"), ("own 2", "compute"), ("compute", "own 2"), ("main", "own 1"),
     ("main", "own 2"), ("synchronize", "own 1"), ("synchronize", "own 2"),
-]  # fmt: skip
+]
 STAGED = [
     ("own 1", "compute"), ("own 3", "compute"), ("compute", "own 4"),
     ("own 2", "own 1"), ("own 1", "own 2"), ("own 4", "own 3"), ("own 3", "own 4"),
     ("main", "own 2"), ("main", "own 4"), ("copy thread", "own 1"), ("copy thread", "own 3"),
     ("synchronize", "own 1"), ("synchronize", "own 2"), ("synchronize", "own 3"), ("synchronize", "own 4"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(

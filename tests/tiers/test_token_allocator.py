@@ -147,7 +147,7 @@ class World:
 
     def finish(self) -> None:
         ended = [self.requests.pop(self.numbers.randrange(len(self.requests)))
-                 for _ in range(self.numbers.randint(0, len(self.requests)))]  # fmt: skip
+                 for _ in range(self.numbers.randint(0, len(self.requests)))]
         with self.allocator.free_group():
             for slots in ended:
                 self.numbers.shuffle(slots)

@@ -48,7 +48,7 @@ def test_pages_go_through_a_store_without_a_cache(tmp_path: Path, compression: s
     config = HiCacheConfig.model_validate({
         "page_size": 16, "storage_format": {"compression": compression},
         "storage": {"type": "file", "options": {"path": str(root), "capacity": "1MiB", "free_space_floor": 0}},
-    })  # fmt: skip
+    })
     keys, pages = make_keys(3), np.arange(3, dtype=np.int32)
     written, read = HostPool(SHAPE, 3), HostPool(SHAPE, 3)
     for page in range(3):

@@ -23,7 +23,7 @@ _TOKEN, _POSITION, _HEAD, _DIM, _SUM = (
     for number in (
         0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB, 0xD6E8FEB86659FD93, 0xA0761D6478BD642F,
     )
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True, slots=True)

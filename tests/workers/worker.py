@@ -130,7 +130,7 @@ class Worker:
         self._host = SharedHostPool.open(
             task.pool, page_of(shape, task.ranks), task.pool_pages, processes=task.pool_processes,
             timeout_s=_OPEN_TIMEOUT_S,
-        )  # fmt: skip
+        )
         pieces = shape.blocks_per_page * shape.layers
         window = HostWindow(self._host, task.rank * pieces, pieces, shape.blocks_per_page)
         self._copies = create_copy_engine(EngineBlocks([[kv[0], kv[1]] for kv in self._model.kv], first=1), window)

@@ -139,7 +139,7 @@ def _config(folder: Path) -> HiCacheConfig:
         "prefetch": {"threshold_tokens": 1, "policy": "wait_complete"},
         "break_even": {"mode": "always"},
         "storage": {"type": "file", "options": {"path": str(folder / "pages"), "capacity": "64MiB"}},
-    })  # fmt: skip
+    })
 
 
 def _namespace(ranks: int, hashed_keys: bool) -> Namespace:
@@ -148,4 +148,4 @@ def _namespace(ranks: int, hashed_keys: bool) -> Namespace:
     return Namespace(
         model="toy", geometry=page_of(SHAPE, ranks), engine_layout=layout, ranks_share_pages=True,
         key_hash="sha256 of blocks" if hashed_keys else "",
-    )  # fmt: skip
+    )

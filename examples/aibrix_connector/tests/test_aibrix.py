@@ -46,7 +46,7 @@ class Cache:
         self.l2 = L2Cache(
             backend, "SIMPLE", namespace, SPEC, self._executor,
             key_builder=KeyBuilder.create("ROLLING_HASH", block_size=TOKENS),
-        )  # fmt: skip
+        )
         assert self.l2.open().is_ok()
         self.tokens = TokenListView(range(blocks * TOKENS))
         self.source = torch.randint(256, (blocks, BLOCK_BYTES), dtype=torch.uint8)

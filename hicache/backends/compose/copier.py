@@ -77,7 +77,7 @@ class Copier:
     def __init__(
         self, part: Storage, name: str, bytes_max: int, clock: Clock = SYSTEM_CLOCK,
         *, on_lost: Callable[[Storage, Sequence[bytes]], object] = lambda source, keys: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._part = part
         self._on_lost = on_lost
         self._clock = clock
@@ -100,7 +100,7 @@ class Copier:
     def submit(
         self, positions: Sequence[int], keys: Sequence[bytes], pages: Sequence[PageBuffer],
         parents: Sequence[bytes | None], source: Storage | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Queue copies of the pages at `positions` of a batch, head first; drop the tail beyond the limit. The copies
         are read back from `source`, which has stored the pages; if it is None, they are staged now. Blocks only to copy
         memory. REQUIRES: pages to stage do not change until this returns."""

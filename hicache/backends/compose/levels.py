@@ -56,7 +56,7 @@ class Levels(Composed):
     def __init__(
         self, codec: FrameCodec, levels: Sequence[Part], *, promote: bool = True,
         cascade_bytes_max: int | None = 256 * MIB, clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+    ) -> None:
         if len(levels) < 2:
             raise InvalidInput(f"levels: {len(levels)} levels are too few; list two or more")
         if cascade_bytes_max is not None and cascade_bytes_max < codec.frame_bytes:

@@ -75,7 +75,7 @@ class FileDriver:
     def __init__(
         self, codec: FrameCodec | None, options: FileStorageOptions, *, system: System | None = None,
         clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.options = instance("options", options, FileStorageOptions)
         if codec is not None and options.capacity is not None and options.capacity < codec.frame_bytes:
             raise InvalidInput(
@@ -138,11 +138,11 @@ class FileDriver:
         path, floor, left = str(options.path), format_size(options.free_space_floor), self._capacity.space_left()
         if room < frame_bytes:
             _limits_log.warn(path, "file store %s: free_space_floor is %s, and %s, so the store keeps nothing; lower "
-                             "free_space_floor, or use a larger disk", path, floor, left)  # fmt: skip
+                             "free_space_floor, or use a larger disk", path, floor, left)
         elif options.capacity is not None and room < options.capacity:
             _limits_log.warn(path, "file store %s: capacity is %s, and %s, of which free_space_floor is %s, so the "
                              "store has room for %s; lower capacity, or use a larger disk", path,
-                             format_size(options.capacity), left, floor, format_size(room))  # fmt: skip
+                             format_size(options.capacity), left, floor, format_size(room))
 
     def _settled(self, deadline: float, work: Callable[[Index], T], otherwise: T) -> T:
         """Return the result of `work` in a transaction. After a failure, count it and return `otherwise`."""

@@ -80,11 +80,11 @@ FROM (SELECT count(*) AS number FROM pages WHERE namespace = :namespace AND pare
 _NOT_NOW = frozenset({
     sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY,
     sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_AUTH,
-})  # fmt: skip
+})
 # The temporary errors that damage of the file cannot cause.
 _BLAMELESS = frozenset({
     sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_INTERRUPT, sqlite3.SQLITE_FULL,
-})  # fmt: skip
+})
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +277,7 @@ class Index:
         self._run(_INSERT, [
             {"namespace": number, "key": key, "parent": parent, "writer": writer, "size": size, "last_use": now}
             for key, parent in zip(keys, parents, strict=True)
-        ], many=True)  # fmt: skip
+        ], many=True)
 
     def release(self, namespace: bytes, keys: Iterable[bytes], writer: str) -> None:
         """Release the reservations of pages that a writer will not write."""
@@ -329,7 +329,7 @@ class Index:
         self._run(_INSERT, {
             "namespace": self._namespace(namespace), "key": key, "parent": parent,
             "writer": "", "size": size, "last_use": last_use,
-        })  # fmt: skip
+        })
 
     def drop(self, namespace: bytes, key: bytes) -> bool:
         """Forget a stored page. Return False if it does not exist."""
@@ -387,7 +387,7 @@ class Index:
             (_is_key, _is_count),
             "SELECT key, size FROM pages WHERE namespace = ? AND key BETWEEN ? AND ? AND writer = ''",
             (self._namespace(namespace), first, last),
-        ))  # fmt: skip
+        ))
 
     def keys(self, namespace: bytes, first: bytes, last: bytes) -> list[bytes]:
         """Return the keys that `stored` returns, ten times as fast: without a look at the rows."""

@@ -20,7 +20,7 @@ _NOT_SHARED = (
 _SHARED = frozenset({
     "9p", "afs", "beegfs", "ceph", "cifs", "coda", "fhgfs", "gfs2", "glusterfs", "gpfs", "lustre", "nfs", "nfs4",
     "ocfs2", "orangefs", "panfs", "prl_fs", "pvfs2", "smb3", "smbfs", "vboxsf", "virtiofs", "vmhgfs", "wekafs",
-})  # fmt: skip
+})
 # FUSE hides what is behind it, so it counts as shared, except for these: a disk (ntfs-3g), and the root of a container
 # without root's rights. `overlay`, the root of other containers, is local too.
 _LOCAL_FUSE = frozenset({"fuseblk", "fuse.fuse-overlayfs"})

@@ -81,7 +81,7 @@ class Owner:
         return cls(
             system.fact("/etc/machine-id"), system.fact("/proc/sys/kernel/random/boot_id"),
             f"{os.major(device)}:{os.minor(device)}", system.fact("/proc/sys/kernel/hostname"), str(os.getpid()),
-        )  # fmt: skip
+        )
 
     @classmethod
     def parse(cls, line: bytes) -> Owner | None:

@@ -300,7 +300,7 @@ class FileStore:
             _limited_log.warn(
                 str(self.path), "file store %s: its directory was moved, replaced or removed, so nothing is stored; "
                 "move the directory back, or reopen the store, as a restart does", self.path,
-            )  # fmt: skip
+            )
             raise OSError(errno.ESTALE, f"{self.path} was moved or replaced; move it back, or open it at its new path")
 
     @contextlib.contextmanager
@@ -397,7 +397,7 @@ class FileStore:
                 _limited_log.warn(
                     f"elsewhere {self.path}", "file store %s: %s, so nothing is stored here; %s",
                     self.path, error.strerror, _ADVICE,
-                )  # fmt: skip
+                )
             raise
         if is_new:
             # SQLite may have stale parts of the index in memory.

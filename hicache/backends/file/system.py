@@ -140,7 +140,7 @@ class System:
     def rename(self, source: str, target: str, *, dir_fd: int) -> None:
         self._walk(source, dir_fd, lambda old, old_fd: self._walk(
             target, dir_fd, lambda new, new_fd: os.rename(old, new, src_dir_fd=old_fd, dst_dir_fd=new_fd)
-        ))  # fmt: skip
+        ))
 
     def unlink(self, path: str, *, dir_fd: int) -> None:
         self._walk(path, dir_fd, lambda name, fd: os.unlink(name, dir_fd=fd))

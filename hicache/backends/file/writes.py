@@ -198,7 +198,7 @@ class FileWrites:
     def __init__(
         self, store: FileStore, files: PageFiles, capacity: CapacityManager, pool: SupervisedPool[Any],
         pages: PageWrites,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._store = store
         self._files = files
         self._capacity = capacity

@@ -42,7 +42,7 @@ class GuardLog:
             if breaker.state is not BreakerState.OPEN:
                 self._recalls.pop(direction, None)
                 logger.info("storage %s: %s are on again after %.1f s; %s calls were rejected", self._name,
-                            what, change.after_s, f"{change.refused:,}")  # fmt: skip
+                            what, change.after_s, f"{change.refused:,}")
             elif breaker.override is not Override.AUTO:
                 logger.warning("storage %s: the operator switched %s off", self._name, what)
             else:
@@ -50,7 +50,7 @@ class GuardLog:
                 self._recalls[direction] = recall, recall.next_s()
                 logger.warning("storage %s: the breaker for %s opened (%s); errors since the last line: %s; "
                                "next probe in %.1f s", self._name, what, breaker.reason,
-                               self._new(direction, errors), change.pause_s)  # fmt: skip
+                               self._new(direction, errors), change.pause_s)
 
     def still_off(self, off: Mapping[Direction, tuple[float, int]], errors: Mapping[str, int]) -> None:
         """Write the due reminders. `off` has per direction the seconds since it went off and the calls rejected since.
@@ -61,13 +61,13 @@ class GuardLog:
                 self._recalls[direction] = recall, off_s + recall.next_s()
                 logger.warning("storage %s: %s have been off for %.0f s; %s calls were rejected; errors since the last "
                                "line: %s", self._name, _WORDS[direction], off_s, f"{refused:,}",
-                               self._new(direction, errors))  # fmt: skip
+                               self._new(direction, errors))
 
     def health(self, found: StoreHealth) -> None:
         """Write a line about a new health: a problem, or the end of one."""
         if found.is_problem:
             logger.warning("storage %s: %s (this began %.0f s ago): %s. %s", self._name, found.words,
-                           self._clock.wall_s() - (found.since_s or 0.0), found.what, found.advice)  # fmt: skip
+                           self._clock.wall_s() - (found.since_s or 0.0), found.what, found.advice)
         else:
             logger.info("storage %s: keeps pages and can be read again", self._name)
 

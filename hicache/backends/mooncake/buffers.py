@@ -74,7 +74,7 @@ class PathSelector:
     def __init__(
         self, client: Client, pool: SupervisedPool[Any], slot_bytes: int, capacity_bytes: int,
         clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.clock = clock
         self.slow = False
         self.registered: tuple[tuple[int, int], ...] = ()
@@ -191,7 +191,7 @@ class BufferPath:
     def __init__(
         self, pages: Sequence[Sequence[memoryview]], addresses: Sequence[Sequence[int | None]], slots: list[int],
         selector: PathSelector,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.addresses: list[list[int]] = []
         self.sizes: list[list[int]] = []
         self._slots = slots

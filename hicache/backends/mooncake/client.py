@@ -47,7 +47,7 @@ def join_store(
     place = (
         options.master, options.daemon, options.segment, options.host, options.metadata, options.protocol,
         options.devices,
-    )  # fmt: skip
+    )
     pool = SupervisedPool[Any](name, THREADS_MAX, linger_s=LINGER_S, clock=clock)
     try:
         with _lock:
@@ -126,7 +126,7 @@ class Client:
             return lambda: int(store.setup_dummy(0, 0, options.daemon))
         return lambda: int(store.setup(
             options.host, options.metadata, options.segment, 0, options.protocol, options.devices, options.master
-        ))  # fmt: skip
+        ))
 
     def allocator(self) -> Any:
         """Return the library's allocator: every client, also a daemon's, can move pages from and to its memory."""

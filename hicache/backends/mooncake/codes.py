@@ -49,7 +49,7 @@ _KINDS: Mapping[int, ErrorKind] = {
 # After one of these errors, the next call may hang.
 _SLOW = frozenset({
     ErrorKind.CONNECTION_LOST, ErrorKind.TIMEOUT, ErrorKind.TRANSFER, ErrorKind.NO_SEGMENT, ErrorKind.NO_REPLICA,
-})  # fmt: skip
+})
 
 
 def checked(answer: object, count: int) -> list[int]:

@@ -104,7 +104,7 @@ class MooncakeDriver:
                     names, deadline,
                     lambda some: session.ask(lambda: session.client.remove(some, force=False), deadline),
                     session.clock,
-                )  # fmt: skip
+                )
             answers = session.ask(lambda: session.client.remove(names, force=True), deadline)
         kinds = [codes.kind_of(code) for code in answers if code < 0 and code not in codes.MISSES]
         return answers.count(codes.OK), kinds

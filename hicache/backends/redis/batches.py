@@ -36,7 +36,7 @@ class _RedisBatch(Requests, Generic[Pages]):
         super().__init__(
             context, context.names(pages.codec.namespace, pages.keys), pages.deadline, to_read=to_read,
             purpose=Purpose.BODIES, width=context.options.connections, lane_length=max(1, _LANE_BYTES // frame_bytes),
-        )  # fmt: skip
+        )
         self._pages: Pages = pages
         self._depth = min(_DEPTH_MAX, max(2, _AHEAD_BYTES // frame_bytes))
 

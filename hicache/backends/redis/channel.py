@@ -81,7 +81,7 @@ class Channel:
     def __init__(
         self, timeout_s: float, deadline: float = math.inf, tls: ssl.SSLContext | None = None,
         clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._clock = clock
         self._timeout_s = timeout_s
         self._deadline = deadline

@@ -170,7 +170,7 @@ def _open(
     connection = kind(
         parser_class=lambda socket_read_size: channel, protocol=2, driver_info=None, credential_provider=provider,
         socket_timeout=timeout_s, **place,
-    )  # fmt: skip
+    )
     try:
         connection.connect()
         return channel, _order(channel, orders, by)

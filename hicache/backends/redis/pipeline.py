@@ -94,7 +94,7 @@ class Requests(ABC):
     def __init__(
         self, context: RedisContext, names: Sequence[bytes], deadline: float, *, to_read: bool, purpose: Purpose,
         width: int = 1, lane_length: int = 1,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._context = context
         self._names = names
         self._deadline = deadline
@@ -159,7 +159,7 @@ class Requests(ABC):
             (group, lane == 0)
             for lane in range(self._width)
             for group in groups if lane * self._lane_length < len(group.todo)
-        ]  # fmt: skip
+        ]
         self._context.workers.run(len(lanes), lambda number: self._lane(*lanes[number], until))
 
     def _settle(self, group: Group) -> None:

@@ -52,13 +52,13 @@ _DOWN = frozenset({
     ErrorKind.TIMEOUT, ErrorKind.CONNECTION_REFUSED, ErrorKind.UNREACHABLE, ErrorKind.DNS, ErrorKind.TLS,
     ErrorKind.CONNECTION_LOST, ErrorKind.TOO_MANY_CONNECTIONS, ErrorKind.LOADING, ErrorKind.BUSY,
     ErrorKind.PRIMARY_DOWN, ErrorKind.CLUSTER_DOWN,
-})  # fmt: skip
+})
 # After one of these errors the routes may be out of date.
 _STALE = frozenset({
     ErrorKind.TIMEOUT, ErrorKind.CONNECTION_REFUSED, ErrorKind.UNREACHABLE, ErrorKind.DNS, ErrorKind.CONNECTION_LOST,
     ErrorKind.READ_ONLY, ErrorKind.PRIMARY_DOWN, ErrorKind.CLUSTER_DOWN, ErrorKind.MOVED, ErrorKind.NO_PRIMARY,
     ErrorKind.LOADING,
-})  # fmt: skip
+})
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ class Router:
         down = dict(self._down)
         for address in down.keys() - self._told:
             logger.warning("redis: server %s failed (%s); it gets no requests until it works again",
-                           self._access.shown(address), down[address][1])  # fmt: skip
+                           self._access.shown(address), down[address][1])
         for address in self._told - down.keys():
             logger.info("redis: server %s works again, or another one has replaced it", self._access.shown(address))
         self._told = set(down)

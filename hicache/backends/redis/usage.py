@@ -52,7 +52,7 @@ def listed(
         yield {
             name: (bytes.fromhex(match[1].decode()), bytes.fromhex(match[2].decode()))
             for name, match in matches if match
-        }  # fmt: skip
+        }
         if cursor == b"0":
             return
     raise StoreError(ErrorKind.PROTOCOL, "SCAN does not end")

@@ -48,7 +48,7 @@ _OF_TLS: tuple[tuple[str, str], ...] = (
     ("wrong version|http request|record layer|packet length",
      "the server does not use TLS at this port; correct {url}, which begins with http:// for a daemon without TLS"),
     ("", "check {ca}, {certificate} and {url}"),
-)  # fmt: skip
+)
 
 
 def explain(error: StoreError, entries: Entries, server: Server) -> str:

@@ -140,7 +140,7 @@ class DaemonClient:
     def _answer(
         self, method: str, path: str, content_type: str, body: Sequence[memoryview], left_s: float,
         *, may_repeat: bool = True,
-    ) -> Mapping[str, Any]:  # fmt: skip
+    ) -> Mapping[str, Any]:
         until = self.clock() + left_s + GRACE_S
 
         def read(connection: Connection, head: Head) -> Mapping[str, Any]:
@@ -202,7 +202,7 @@ class DaemonClient:
         """Send a request with the token, and `read` its reply. Raises as ConnectionPool.exchange."""
         length = sum(part.nbytes for part in body)
         headers = {"host": self.access.host, "content-type": content_type, "content-length": str(length),
-                   **tracing.headers()}  # fmt: skip
+                   **tracing.headers()}
 
         def send(token: str | None) -> T:
             login = {} if token is None else {"authorization": f"Bearer {token}"}

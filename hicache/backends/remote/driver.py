@@ -229,7 +229,7 @@ class RemoteDriver:
         codec, deadline = self.codec, min(deadline, self._clock() + self.options.open_timeout)
         fields = {
             "payload_bytes": codec.payload_bytes, "weights_epoch": codec.weights_epoch, "label": codec.label,
-        }  # fmt: skip
+        }
         answer = self._client.call("PUT", self._as_engine, fields, deadline=deadline)
         if answer.get("frame_bytes") != codec.frame_bytes:
             raise StoreError(ErrorKind.PROTOCOL, "the daemon has frames of another size")

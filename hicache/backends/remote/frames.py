@@ -86,7 +86,7 @@ class SharedFrames:
             fields = {
                 "frame_bytes": layout.frame_bytes, "pages": layout.pages,
                 "device": memory.identity[0], "inode": memory.identity[1],
-            }  # fmt: skip
+            }
             try:
                 limit = min(deadline, self._clock() + _ATTACH_S)
                 answer = self._client.call("PUT", self._path, fields, deadline=limit)

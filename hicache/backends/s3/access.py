@@ -168,7 +168,7 @@ def _endpoint(options: S3StorageOptions, session: Any, region: str) -> tuple[Spl
         client = session.create_client(
             "s3", region_name=region, endpoint_url=options.endpoint_url, aws_access_key_id="-",
             aws_secret_access_key="-", config=Config(s3=style and {"addressing_style": style}),
-        )  # fmt: skip
+        )
         client.meta.events.register("before-call.s3", answer)
         client.list_objects_v2(Bucket=options.bucket)
         client.close()

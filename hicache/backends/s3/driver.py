@@ -145,7 +145,7 @@ class S3Driver:
                     self._name(pages.codec.namespace, pages.keys[position]),
                     lambda size: pages.buffers(position, size) if pages.fits(size) else [],
                     arrived, deadline=pages.deadline,
-                )  # fmt: skip
+                )
             except StoreError as error:
                 pages.fail(position, error.kind)
                 return

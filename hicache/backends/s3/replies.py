@@ -31,7 +31,7 @@ _ENTRIES = frozenset({"Contents", "Credentials", "Error"})
 _FIELDS = frozenset({
     "AccessKeyId", "Code", "IsTruncated", "Key", "LastModified", "NextContinuationToken", "SecretAccessKey",
     "SessionToken", "Size", "Status",
-})  # fmt: skip
+})
 # Tokens are sent in the URL of the next request, which servers limit to 8 KiB or more.
 _TOKEN_LENGTH_MAX = 4096
 _SIZE = re.compile("[0-9]{1,15}")

@@ -71,7 +71,7 @@ class SharedFilesDriver:
     def __init__(
         self, codec: FrameCodec | None, options: SharedFilesStorageOptions, *, system: System | None = None,
         clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.options = instance("options", options, SharedFilesStorageOptions)
         self._clock = clock
         self._system = System() if system is None else system
@@ -81,7 +81,7 @@ class SharedFilesDriver:
         self._files = PageFiles(
             self._root.fd, (lambda length: True) if codec is None else codec.fits, system=self._system,
             direct_io=False, sync=False,
-        )  # fmt: skip
+        )
         self._lease = SweepLease(self._system, self._root, clock)
         self._listing = Listing(self._system, self._root, clock)
         self._writes = SharedFileWrites(self._system, self._root, self._files, self._calls, clock)
@@ -92,7 +92,7 @@ class SharedFilesDriver:
             kind = self._system.file_system(self._root.fd)
         if not self._is_tool and (advice := misplaced("shared_files", kind)):
             _limited_log.warn(self._root.path, "shared files %s: the file system is %s; %s", self._root.path, kind,
-                              advice)  # fmt: skip
+                              advice)
 
     def _open(self) -> Root:
         def open_it() -> Root:
@@ -358,7 +358,7 @@ class SharedFilesDriver:
         self._root.close()
         if not has_ended:
             _log.warning("shared files %s: calls of the system still hang; their threads end when these return",
-                         self._root.path)  # fmt: skip
+                         self._root.path)
 
 
     def _release(self, number: int) -> None:

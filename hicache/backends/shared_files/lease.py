@@ -161,7 +161,7 @@ class SweepLease:
             read_start(self._system, self._root.fd, MARKER, 1)
             return replace(self._found or _Lease(written_s=self._clock.wall_s()), owner=_REPLACED)
         is_valid = all(type(value) is type(default) for value, default in zip(
-            asdict(found).values(), asdict(_Lease()).values(), strict=True))  # fmt: skip
+            asdict(found).values(), asdict(_Lease()).values(), strict=True))
         numbers = (found.begun, found.ended, found.beats, found.pages, found.bytes)
         is_valid = is_valid and all(0 <= number < _NUMBER_MAX for number in numbers) and found.ended <= found.begun
         return found if is_valid else None

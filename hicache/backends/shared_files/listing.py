@@ -26,7 +26,7 @@ _LEFTOVERS_MAX = 10_000
 # The file or directory was removed, or is a link; or only this one cannot be read.
 _OF_ONE_FILE = frozenset({
     errno.ENOENT, errno.ESTALE, errno.ENOTDIR, errno.ELOOP, errno.EIO, errno.EUCLEAN, errno.EACCES,
-})  # fmt: skip
+})
 
 
 def _is_temporary(name: str) -> bool:

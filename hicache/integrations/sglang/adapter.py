@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _KNOWN = frozenset({
     "backend_name", "module_path", "class_name", "interface_v1", "file_storage_path", "config", "model",
     "fixed_weights",
-})  # fmt: skip
+})
 # SGLang waits 10 s for its storage threads when it flushes or detaches; its scheduler dies if one is still in a call.
 _DEADLINE_S_MAX = 5.0
 
@@ -172,7 +172,7 @@ class HiCacheStore(HiCacheStorage):
             "HiCache stores pages of %d tokens, %d bytes in %d parts (%s, pool %s); weights: %s; namespace %s (%s)",
             pages.shape.tokens, pages.shape.payload_bytes, len(pages.shape.pieces), pool.layout, name,
             self._engine.weights[:24], namespace.digest.hex()[:8], namespace.name,
-        )  # fmt: skip
+        )
 
     def _weights_are_those_of_now(self, pool: EngineHostPool) -> Callable[[], bool]:
         """Return a function that is True while the weights cannot have changed. A flush clears all pools, and gives the

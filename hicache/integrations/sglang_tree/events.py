@@ -65,7 +65,7 @@ class TreeEvents:
     def __init__(
         self, stream: EventStream, *, page_size: int, lora_names: KvEventLoraNames, dynamo_format: bool = False,
         wide_ids: bool = False,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self._reader = stream.subscribe()
         self._lora_names = lora_names
         self._dynamo_format = dynamo_format

@@ -63,7 +63,7 @@ REFUSED = (
         "kv_cache_dtype", frozenset({"mxfp8", "nvfp4", "fp4_mx_block16"}).__contains__,
         "KV with separate scales is not supported; use auto or fp8_e4m3",
     ),
-)  # fmt: skip
+)
 
 
 def flag(field: str) -> str:

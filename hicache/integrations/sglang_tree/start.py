@@ -81,7 +81,7 @@ def build_tree(context: TreeCacheBuildContext) -> HiCacheTree:
         wide_ids=_has_wide_ids(context), fence=_events_of_forwards(context, blocks.device, timed=False),
         next_epoch=_epochs(WeightsWatch.of_worker(context.tp_worker), params.tp_cache_group),
         take_events=_events(context, config, cache), close=close,
-    )  # fmt: skip
+    )
 
 
 def _require_supported(context: TreeCacheBuildContext) -> None:
@@ -98,7 +98,7 @@ def _require_supported(context: TreeCacheBuildContext) -> None:
         f"context parallelism is not supported; {USE_OWN_TREE}": parallel.attn_cp_size > 1 or parallel.dcp_enabled,
         f"a draft model with a KV pool of its own is not supported; {USE_OWN_TREE}":
             bool(params.sidecar_draft_device_pools),
-    }  # fmt: skip
+    }
     found = [f"{name}: {words}" for name, words in refused(given)]
     found = found or [problem for problem, is_there in problems.items() if is_there]
     if found:
@@ -201,7 +201,7 @@ def _events(context: TreeCacheBuildContext, config: HiCacheConfig, cache: Engine
     return TreeEvents(
         cache.event_stream, page_size=params.page_size, lora_names=params.kv_event_lora_names,
         dynamo_format=params.dynamo_kv_event_format, wide_ids=_has_wide_ids(context),
-    ).take  # fmt: skip
+    ).take
 
 
 def _register_waits(context: TreeCacheBuildContext, waits: LayerWaits, pool: Any, drafts: Any) -> None:

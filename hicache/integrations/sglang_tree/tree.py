@@ -209,7 +209,7 @@ class HiCacheTree(BasePrefixCache):
         shared = self.cache.share(
             req.rid, key, old, start_page, self._pages.pages_of(row[begin:end]), priority=req.priority or 0,
             continues=left_tokens > 0, session_id=req.session_id,
-        )  # fmt: skip
+        )
         if shared.prefix is old:
             return
         if shared.present_pages:

@@ -51,7 +51,7 @@ class ChunkConnector(OffloadingConnector):
         options: dict[str, Any] = {
             "spec_name": _SPEC, "cpu_bytes_to_use": host_bytes, "blocks_per_chunk": chunk.blocks,
             "self_describing_kv_events": True,
-        }  # fmt: skip
+        }
         if role == KVConnectorRole.SCHEDULER:
             options["secondary_tiers"] = _tiers(vllm_config, chunk.config)
             _log_choice(kv_cache_config, chunk, host_bytes, _without_effect(chunk.config, extra))
@@ -107,7 +107,7 @@ def _tiers(vllm: VllmConfig, config: HiCacheConfig) -> list[dict[str, Any]]:
     terms = [
         quantisation_of(vllm), f"dtype={model.dtype}", f"length={model.max_model_len}", f"draft={_draft(vllm)}",
         f"weights={'dummy' if vllm.load_config.load_format == 'dummy' else 'loaded'}",
-    ]  # fmt: skip
+    ]
     identity = f"{identity_of(vllm)} {hashlib.sha256(repr(terms).encode()).hexdigest()}"
     module = "hicache.integrations.vllm_tier"
     return [{"type": "HiCacheTier", "module_path": module, "config": config, "model": identity}]
@@ -159,7 +159,7 @@ def _log_choice(cache: KVCacheConfig, chunk: Chunk, host_bytes: int, unused: Seq
         " or ".join(map(str, chunk.tokens)), chunk.reason,
         "no storage" if chunk.config.storage is None else f"storage {chunk.config.storage.type}",
         ", ".join(unused) or "none",
-    )  # fmt: skip
+    )
 
 
 def _kind(spec: KVCacheSpec) -> str:

@@ -155,7 +155,7 @@ class VllmEngine:
             f"tp={self.layout.ranks}", self.specs,
             f"length={model.max_model_len}",  # some models scale their rotary embedding by it
             f"weights={'dummy' if vllm.load_config.load_format == 'dummy' else 'loaded'}",
-        ]  # fmt: skip
+        ]
         return Namespace(
             model=identity_of(vllm),
             geometry=self.layout.shape,
@@ -250,7 +250,7 @@ class AdapterKeys:
             logger.warning(
                 "adapter %r: its pages are not shared with other engines; serve it from a local folder: %s",
                 adapter.name, error,
-            )  # fmt: skip
+            )
             _set_unique_key(adapter)
 
 
@@ -307,7 +307,7 @@ def warn_of_settings(vllm: VllmConfig, cache: KVCacheConfig) -> None:
             "layers of this model attend only to the last %d tokens, but without its hybrid allocator vLLM keeps the "
             "KV of all tokens, and HiCache copies and stores it; remove "
             "--disable-hybrid-kv-cache-manager, or the connector that turns it off", min(windows),
-        )  # fmt: skip
+        )
 
 
 def has_pages(vllm: VllmConfig, cache: KVCacheConfig) -> bool:
@@ -355,7 +355,7 @@ def require_supported(vllm: VllmConfig, cache: KVCacheConfig) -> None:
             and not vllm.cache_config.enable_prefix_caching,
         f"--prefix-caching-hash-algo {algorithm}: a prompt can be made that collides with another's pages; use "
         "sha256": not algorithm.startswith("sha256"),
-    }  # fmt: skip
+    }
     found = [problem for problem, is_there in problems.items() if is_there]
     if found:
         raise ConfigError("HiCacheConnector: " + "; ".join(found))

@@ -123,7 +123,7 @@ class SchedulerSide:
     def __init__(
         self, cache: HostCache, layout: BlockLayout, *, layerwise: bool = False, shares_blocks: bool = True,
         blocks_of: Callable[[Any, int], PageBlocks] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.cache = cache
         self.on_device: Callable[[bytes], bool] = lambda _: False
         self._clock = cache.controller.clock

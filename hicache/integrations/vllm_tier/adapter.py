@@ -115,7 +115,7 @@ class HiCacheTier(SecondaryTierManager):
         self._tier = ChunkTier(
             options, namespace, primary_kv_view.cast("B"), open_namespace, _key_of,
             in_place=in_place, processes=offloading_spec.config.parallel.data_parallel_size,
-        )  # fmt: skip
+        )
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
         """See vLLM's SecondaryTierManager."""
@@ -214,7 +214,7 @@ class HiCacheTier(SecondaryTierManager):
             logger.warning(
                 "vllm tier: none of the first %d chunks is of layer %s, so no prompt can hit; remove blocks_per_chunk, "
                 "as for all models with state layers", self._chunks, layers[0],
-            )  # fmt: skip
+            )
             self._groups_without = {}
 
 

@@ -111,7 +111,7 @@ class ChunkTier:
         self._lookup_workers: SupervisedPool[_LookupCall] = SupervisedPool(
             "tier-lookup", transfer.lookup_workers, handle=self._answer, acknowledge=self._finished.put,
             patience_s=patience_s + _STUCK_GRACE_S, clock=clock,
-        )  # fmt: skip
+        )
         self._pools: dict[Direction, SupervisedPool[TierJob]] = {
             direction: SupervisedPool(
                 f"tier-{direction}", threads, handle=handle, fail=_fail, acknowledge=self._finished.put,
@@ -121,7 +121,7 @@ class ChunkTier:
                 (Direction.READ, transfer.io_workers, self._read),
                 (Direction.WRITE, transfer.backup_workers, self._write),
             )
-        }  # fmt: skip
+        }
 
     # Each step of the engine
 
@@ -147,7 +147,7 @@ class ChunkTier:
         the limit of waiting chunks."""
         if self._stores_queued and self._stores_queued + len(names) > self._stores_max:
             self._log.warn("queue", "vllm tier: %d chunks wait to be stored, the limit is %d; chunks are not stored",
-                           self._stores_queued, self._stores_max)  # fmt: skip
+                           self._stores_queued, self._stores_max)
             self._end(Direction.WRITE, Ended(number, names, []))
             return
         self._submit(Direction.WRITE, number, names, rows, math.inf)
@@ -231,7 +231,7 @@ class ChunkTier:
                 job.lock.release()
                 self._gate.failed(job.direction)
                 self._log.warn("hung", "vllm tier: storage hangs in a %s of %d chunks; they count as a miss",
-                               job.direction, len(job.names))  # fmt: skip
+                               job.direction, len(job.names))
                 self._report(job)
 
     # Rarely

@@ -22,7 +22,7 @@ Layout = Literal["page_first", "layer_first"]
 _PACKAGES = (
     "sglang", "sglang.srt", "sglang.srt.utils", "sglang.srt.mem_cache", "sglang.srt.mem_cache.storage",
     "sglang.srt.mem_cache.storage.file",
-)  # fmt: skip
+)
 
 
 def find_sglang(peer: str | None) -> Path | None:
@@ -61,7 +61,7 @@ def open_file_store(package: Path, folder: str) -> Any:
             tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
             enable_storage_metrics=False, is_page_first_layout=True, model_name="bench",
             extra_config={"file_storage_path": folder},
-        )  # fmt: skip
+        )
         return storage.HiCacheFile(config)
 
 

@@ -110,7 +110,7 @@ def rows_of(label: str, ours: Side, other: Side, page_bytes: int, pages: int) ->
             rows.append(Row(
                 f"{what} {label}, {kind} of {len(taken)}", f"{page_bytes * pages / mine / 1e9:.2f} GB/s",
                 f"{page_bytes * pages / theirs / 1e9:.2f} GB/s", theirs / mine,
-            ))  # fmt: skip
+            ))
         mine, theirs = (statistics.median(side.cpu_s[what]) / pages * 1e6 for side in (ours, other))
         what_cpu = f"{what} {label}, processor time a page"
         rows.append(Row(what_cpu, f"{mine:.0f} us", f"{theirs:.0f} us", theirs / mine))

@@ -53,7 +53,7 @@ KINDS = {
         # vLLM chooses the size of a block, so that a state has room in one.
         {"block_size": None, "mamba_cache_mode": "align"}, _LAYERS // 4, 4,
     ),
-}  # fmt: skip
+}
 # The blocks of the device have room for so many prompts.
 _DEVICE_PROMPTS = 3
 _TICKS = os.sysconf("SC_CLK_TCK")
@@ -70,7 +70,7 @@ def save_model(folder: Path, kind: str) -> None:
         num_attention_heads=_KV_HEADS, num_key_value_heads=_KV_HEADS, head_dim=_HEAD_DIM,
         max_position_embeddings=8192, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2, pad_token_id=0,
         **KINDS[kind].entries,
-    )  # fmt: skip
+    )
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)
 
 
@@ -98,7 +98,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         model=options["model"], skip_tokenizer_init=True, dtype="bfloat16", enforce_eager=True,
         num_gpu_blocks_override=blocks, max_model_len=tokens + 8, max_num_batched_tokens=tokens + 8, max_num_seqs=4,
         enable_prefix_caching=True, disable_log_stats=True, kv_transfer_config=options["connector"], **arguments,
-    )  # fmt: skip
+    )
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, detokenize=False)
 
     def ask(prompt: int) -> tuple[float, float, int]:

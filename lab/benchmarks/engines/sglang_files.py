@@ -67,7 +67,7 @@ def open_ours(folder: Path, pool: HostPool, threads: int, direct: bool) -> HostP
     config = HiCacheConfig.model_validate({
         "page_size": pool.page_size, "storage": {"type": "file", "options": options},
         "transfer": {"storage_deadline": "60s", "shutdown_deadline": "60s"},
-    })  # fmt: skip
+    })
     pages = HostPages(pool)
     namespace = Namespace(model="bench", geometry=pages.shape, key_hash=KEY_HASH, engine_layout=pool.layout)
     storage = HostPoolStorage(EngineStorage(config), lambda: True)
@@ -117,7 +117,7 @@ def main() -> None:
         rows += run(
             package, options.path, layout=layout, threads=threads, direct=direct, pages=options.pages,
             rounds=tuple(options.rounds),
-        )  # fmt: skip
+        )
     print_table(f"Our file store beside SGLang's, {options.pages} pages of 2 MiB a call", rows)
 
 

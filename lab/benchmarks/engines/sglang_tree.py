@@ -89,7 +89,7 @@ class Side:
         options = sglang_options(
             model, page_size=page_tokens, max_total_tokens=_L1_TOKENS, context_length=4096, max_running_requests=6,
             hicache_ratio=_L2_TOKENS / _L1_TOKENS,
-        )  # fmt: skip
+        )
         if self.has_files:
             options["hicache_storage_backend"] = "file"
         if self.is_ours:
@@ -124,7 +124,7 @@ def rows_of(ours: Side, theirs: Side) -> list[Row]:
             f"{label}: processor time of the tree's calls per request",
             [[sum(calls.values()) for calls in side.calls_s] for side in sides], 1.0,
         ),
-    ]  # fmt: skip
+    ]
     for name in sorted({name for side in sides for calls in side.calls_s for name in calls}):
         taken = [[calls.get(name, 0.0) for calls in side.calls_s] for side in sides]
         if max(map(statistics.median, taken)) >= _CALL_S_MIN:

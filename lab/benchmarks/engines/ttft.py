@@ -45,7 +45,7 @@ def _connector(name: str, extra: dict[str, Any], **more: str) -> dict[str, Any]:
     return {
         "kv_connector": name, "kv_role": "kv_both", "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": extra, **more,
-    }  # fmt: skip
+    }
 
 
 def _offloading(tier: dict[str, Any]) -> dict[str, Any]:
@@ -149,7 +149,7 @@ def rows_of(way: str, measured: Measured) -> list[Row]:
             f"{way}: {what}, {len(hits)} of {len(found)} hits, {cpu_ms:.0f} ms of processor time"
             if what != _COMPUTED else f"{way}: {what}, {cpu_ms:.0f} ms of processor time",
             _ms(seconds), _ms(computed), statistics.median(seconds) / statistics.median(computed),
-        ))  # fmt: skip
+        ))
     return rows
 
 

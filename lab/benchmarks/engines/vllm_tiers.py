@@ -45,7 +45,7 @@ def _tier_options(folder: Path) -> list[dict[str, Any]]:
         tiers.append({
             "type": "HiCacheTier", "module_path": "hicache.integrations.vllm_tier", "config": str(config),
             "model": "bench", "in_place": ours.get("in_place", False),
-        })  # fmt: skip
+        })
     return tiers
 
 
@@ -69,7 +69,7 @@ def open_manager(folder: Path, chunks: int) -> Any:
             rank=0, world_size=1, tp_size=1, pp_size=1, pcp_size=1, dcp_size=1, data_parallel_index=0,
             data_parallel_size=1, data_parallel_rank_local=None, is_parallelism_agnostic=True,
         ),
-    )).get_manager()  # fmt: skip
+    )).get_manager()
     memory = np.frombuffer(manager.primary_tier.get_kv_memoryview().cast("B"), np.uint8)
     memory[:] = np.tile(np.frombuffer(os.urandom(CHUNK_BYTES), np.uint8), chunks)
     return manager

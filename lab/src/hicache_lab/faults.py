@@ -74,7 +74,7 @@ class FaultyDriver:
     def __init__(
         self, driver: Driver[Any], options: FaultOptions | None = None, clock: Clock = SYSTEM_CLOCK,
         close: Callable[[], None] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.driver = driver
         self.options = options or FaultOptions()
         self.hung_calls = 0  # calls that hang now

@@ -14,7 +14,7 @@ import hicache
 
 # The methods of loggers and of LimitedLog, with their levels. The level of `log` is an argument.
 _LEVELS = {"debug": "DEBUG", "info": "INFO", "warning": "WARNING", "warn": "WARNING", "error": "ERROR",
-           "exception": "ERROR", "critical": "CRITICAL", "log": "INFO"}  # fmt: skip
+           "exception": "ERROR", "critical": "CRITICAL", "log": "INFO"}
 _MESSAGE_CHARS_MAX = 72  # enough to find a line
 
 _HEAD = """\
@@ -217,7 +217,7 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "SGLang changed": "SGLang announces new weights only by a flush. See [SGLang](engines.md#sglang).",
         "storage did not close": "SGLang ends, or detaches its storage.",
     },
-}  # fmt: skip
+}
 
 
 class LogCall(NamedTuple):

@@ -58,7 +58,7 @@ _SECTIONS: tuple[tuple[str, str, Iterable[MetricSpec[Any]]], ...] = (
     ("A daemon", "", DAEMON_METRICS),
     ("A daemon's namespaces", "With the label `namespace`. The series end when the namespace is closed.",
      NAMESPACE_METRICS),
-)  # fmt: skip
+)
 
 
 def page() -> str:

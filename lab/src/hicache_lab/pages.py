@@ -50,7 +50,7 @@ def html_page(title: str, parts: Sequence[str]) -> str:
     """Return a whole page. `parts` are HTML."""
     return (f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
             f'<meta name="viewport" content="width=device-width, initial-scale=1"><style>{_STYLE}</style></head>\n'
-            f"<body>\n{chr(10).join(parts)}\n</body></html>\n")  # fmt: skip
+            f"<body>\n{chr(10).join(parts)}\n</body></html>\n")
 
 
 def html_tiles(tiles: Sequence[tuple[str, str, str]]) -> str:
@@ -58,7 +58,7 @@ def html_tiles(tiles: Sequence[tuple[str, str, str]]) -> str:
     return '<div class="tiles">' + "".join(
         f'<div class="tile {kind}"><b>{escape(value)}</b><span>{escape(label)}</span></div>'
         for kind, value, label in tiles
-    ) + "</div>"  # fmt: skip
+    ) + "</div>"
 
 
 def captioned(caption: str, content: str) -> str:

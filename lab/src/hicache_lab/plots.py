@@ -84,10 +84,10 @@ def lines(
     body = []
     for curve in curves:
         path = " ".join(f"{_x(x, at):.1f},{_y(y, value):.1f}"
-                        for at, value in zip(positions, curve.values, strict=True))  # fmt: skip
+                        for at, value in zip(positions, curve.values, strict=True))
         dash = ' stroke-dasharray="5 4"' if curve.dashed else ""
         body.append(f'<polyline class="line c{curve.colour}" points="{path}"{dash}><title>{escape(curve.name)}</title>'
-                    "</polyline>")  # fmt: skip
+                    "</polyline>")
     return _figure(x, y, [*body, *_marks(x, y, marks)], title, above=MARK_HEIGHT * len(marks))
 
 
@@ -103,7 +103,7 @@ def _marks(x: Axis, y: Axis, marks: Sequence[Mark]) -> list[str]:
         shapes.append(f'<line class="mark" x1="{at:.1f}" x2="{at:.1f}" y1="{top - 12}" y2="{HEIGHT - BOTTOM}"/>')
         shapes.append(f'<circle class="mark" cx="{at:.1f}" cy="{_y(y, mark.y):.1f}" r="4"/>')
         labels.append(f'<text class="value mark" x="{at + offset:.1f}" y="{top}" text-anchor="{anchor}">'
-                      f"{escape(mark.label)}</text>")  # fmt: skip
+                      f"{escape(mark.label)}</text>")
     return [*shapes, *labels]
 
 
@@ -135,7 +135,7 @@ def bars(rows: Sequence[tuple[str, float, str]], *, colour: int, title: str) -> 
         middle = top + BAR_HEIGHT / 2 + 4
         body.append(f'<text x="{BAR_LABEL_WIDTH - 10}" y="{middle:.1f}" text-anchor="end">{escape(label)}</text>')
         body.append(f'<rect class="area c{colour}" x="{BAR_LABEL_WIDTH}" y="{top + 4}" width="{width:.1f}" '
-                    f'height="{BAR_HEIGHT - 8}" rx="2"/>')  # fmt: skip
+                    f'height="{BAR_HEIGHT - 8}" rx="2"/>')
         body.append(f'<text class="value" x="{BAR_LABEL_WIDTH + width + 8:.1f}" y="{middle:.1f}">{escape(text)}</text>')
     return _svg(height, body, title)
 
@@ -172,10 +172,10 @@ def _figure(x: Axis, y: Axis, body: Sequence[str], title: str, above: int = 0) -
     middle = (LEFT + WIDTH - RIGHT) / 2
     labels.append(f'<text class="axis" x="{middle}" y="{HEIGHT - 4}" text-anchor="middle">{escape(x.label)}</text>')
     labels.append(f'<text class="axis" transform="translate(13 {(TOP + HEIGHT - BOTTOM) / 2}) rotate(-90)" '
-                  f'text-anchor="middle">{escape(y.label)}</text>')  # fmt: skip
+                  f'text-anchor="middle">{escape(y.label)}</text>')
     return _svg(HEIGHT, [*grid, *body, *labels], title, above)
 
 
 def _svg(height: float, body: Sequence[str], title: str, above: int = 0) -> str:
     return (f'<svg viewBox="0 {-above} {WIDTH} {height + above:.0f}" role="img" '
-            f'aria-label="{escape(title, quote=True)}">{"".join(body)}</svg>')  # fmt: skip
+            f'aria-label="{escape(title, quote=True)}">{"".join(body)}</svg>')

@@ -66,7 +66,7 @@ def test_files_need_a_configuration_with_a_path(tmp_path: Path, storage: str) ->
     config = tmp_path / "config.yaml"
     config.write_text("storage: {type: memory}\n")
     with pytest.raises(ConfigError, match=r"needs a configuration with storage\.type: file"), \
-            demo_storage(storage, config):  # fmt: skip
+            demo_storage(storage, config):
         pass
 
 

@@ -33,7 +33,7 @@ def running(repository: Path, directory: Path, *arguments: str) -> Iterator[subp
         [sys.executable, "-m", "hicache", "dev-up", *arguments],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(repository), "TMPDIR": str(directory)},
-    )  # fmt: skip
+    )
     with process:
         try:
             yield process
@@ -136,7 +136,7 @@ def test_an_interrupt_during_the_start_leaves_nothing(repository: Path, scratch:
     ("arguments", "words"),
     [(["nonsense"], "'redis', 'valkey', 's3', 'mooncake'"), (["mooncake", "--data", "x"], "keeps pages only in memory"),
      (["valkey", "--port", "0"], "1<=x<=65535")],
-)  # fmt: skip
+)
 def test_invalid_arguments_are_rejected(arguments: list[str], words: str) -> None:
     result = CliRunner().invoke(main, ["dev-up", *arguments])
     assert result.exit_code == 2 and words in result.output

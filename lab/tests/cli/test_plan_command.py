@@ -51,7 +51,7 @@ def test_options_become_the_inputs_of_the_plan_and_all_reports_are_those_of_this
         "--host-bandwidth", "10GB/s", "--storage", "read=2GB/s,write=1GB/s,fixed=1ms,parallel=2", "--endurance", "0.5",
         "--nodes", "3", "--routing", "session", "--prices", "device=50,storage=0.1", "--json", str(files["json"]),
         "--csv", str(files["csv"]), "--report", str(files["html"]),
-    )  # fmt: skip
+    )
     assert (code, errors) == (0, "")
     plan = make_plan(
         lambda: read_trace(trace, 100),
@@ -62,7 +62,7 @@ def test_options_become_the_inputs_of_the_plan_and_all_reports_are_those_of_this
             speeds=Speeds(compute=ComputeSpeed(tokens_per_s=5000, pairs_per_s=1e6), host_bytes_per_s=10e9,
                           storage=StorageSpeed(read_bytes_per_s=2e9, write_bytes_per_s=1e9, fixed_s=1e-3, parallel=2)),
         ),
-    )  # fmt: skip
+    )
     assert files["json"].read_text() == plan.to_json()
     assert files["csv"].read_text() == csv_report(plan)
     assert files["html"].read_text() == html_report(plan)
@@ -78,7 +78,7 @@ def test_the_bare_command_plans_the_default_system(tmp_path: Path, trace: Path) 
     assert code == 0 and "Left out: times and break-even need --prefill-rate" in output
     assert {tier: size["bytes"] for tier, size in setup["sizes"].items()} == {
         "device": 40 * GIB, "host": 200 * GIB, "storage": 2048 * GIB
-    }  # fmt: skip
+    }
     assert setup["token_bytes"] == model_shape("llama-3.1-8b").token_bytes and setup["page_size"] == 64
     for shown in ("40GiB", "200GiB", "2TiB", "llama-3.1-8b", "device=30,host=1,storage=0.03"):
         assert shown in invoke("--help")[1], shown
@@ -110,7 +110,7 @@ def test_a_plan_is_piped_in_and_out_and_the_screen_moves_to_standard_error(
     done = subprocess.run(
         [sys.executable, "-m", "hicache", "plan", "-", "--csv", "-"], input=trace.read_bytes(), capture_output=True,
         timeout=TIMEOUT_S, check=False, cwd=tmp_path / "elsewhere", env=environ,
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr
     rows = list(csv.DictReader(done.stdout.decode().splitlines()))
     assert {row["tier"] for row in rows} == {"device", "host", "storage"}
@@ -144,7 +144,7 @@ def test_a_page_goes_to_standard_output(trace: Path) -> None:
         (("--json", "-", "--csv", "-"), "two of --json, --csv and --report name the same file"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
-)  # fmt: skip
+)
 def test_bad_arguments_are_exit_code_2_with_what_to_do(trace: Path, arguments: tuple[str, ...], said: str) -> None:
     code, output, errors = invoke(str(trace), *arguments)
     assert (code, output) == (2, "") and said in " ".join(errors.split()), errors
@@ -154,7 +154,7 @@ def test_bad_arguments_are_exit_code_2_with_what_to_do(trace: Path, arguments: t
     ("text", "said"),
     [("", "is empty; use a file with at least one request"), ('{"prompt": "hello"}\n', "line 1: timestamp is missing"),
      ("hello\n", "line 1: expected one JSON object a line")],
-)  # fmt: skip
+)
 def test_a_bad_trace_is_exit_code_2_with_its_line(tmp_path: Path, text: str, said: str) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(text)

@@ -95,7 +95,7 @@ def test_a_store_without_a_limit_is_unlimited() -> None:
       "break-even of L3: none, copies from host memory are slower than computing"),
      (StorageBreakEven(read_bytes_per_s=4e9, is_above=False, prefix_tokens=None),
       "idle break-even of L3: 4 GB/s; it reads 3 GB/s, never pays")],
-)  # fmt: skip
+)
 def test_a_store_that_never_pays_is_named(point: StorageBreakEven, said: str) -> None:
     assert said in screen(example(break_even=point))
 
@@ -107,7 +107,7 @@ def test_several_nodes_add_a_row_for_each_routing() -> None:
         "ROUTING    FOUND  ON THE NODE  BUSIEST NODE  FIRST TOKEN  L3 TO MATCH BEST\n"
         "random    27.5 %        7.5 %        26.0 %       500 ms         333.0 GiB\n"
         "prefix *  35.0 %       15.0 %        31.0 %       250 ms         256.0 GiB\n"
-    ) in text  # fmt: skip
+    ) in text
 
 
 def test_a_long_plan_fits_on_one_screen() -> None:
@@ -137,6 +137,6 @@ def test_no_figure_is_cut_on_a_narrow_terminal() -> None:
     [(None, ""), (0.0, "0 s"), (0.000_25, "0.25 ms"), (0.25, "250 ms"), (59.0, "59.00 s"), (60.0, "1.0 min"),
      (5400.0, "1.5 h"), (86_400.0 * 2, "2.0 days"), (-90.0, "-1.5 min"),
      (86_400.0 * 365 * 1500, "1,500.0 years")],
-)  # fmt: skip
+)
 def test_times_have_the_largest_unit_in_which_they_are_one(seconds: float | None, shown: str) -> None:
     assert format_duration(seconds) == shown

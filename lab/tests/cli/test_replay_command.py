@@ -24,7 +24,7 @@ pytestmark = pytest.mark.long
 
 # A few seconds on two cores, with all tiers in use.
 SMALL = ("--device-tokens", "2048", "--host-tokens", "4096", "--running-max", "1", "--waiting-max", "1",
-         "--prefill-rate", "100000", "--set", "storage.options.free_space_floor=0")  # fmt: skip
+         "--prefill-rate", "100000", "--set", "storage.options.free_space_floor=0")
 
 
 def invoke(*arguments: str) -> tuple[int, str]:
@@ -79,7 +79,7 @@ def test_ctrl_c_prints_the_report_so_far_and_ends_everything(
     process = start(
         repository, "replay", str(trace), *SMALL, "--processes", processes, "--prefill-rate", rate,
         "--store", str(store), "--json", str(json_file),
-    )  # fmt: skip
+    )
     assert process.stdout is not None
     assert "replaying trace.jsonl" in process.stdout.readline()
     process.send_signal(signal.SIGINT)
@@ -158,7 +158,7 @@ def test_a_replay_in_which_no_request_ran_fails(trace: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"), [(("--device", "banana"), "unknown device 'banana'"),
                             (("--set", "prefix_cache=false"), "a replay needs the prefix cache")],
-)  # fmt: skip
+)
 def test_an_unsupported_replay_is_one_line_and_exit_code_2(
     arguments: tuple[str, ...], said: str
 ) -> None:
@@ -220,12 +220,12 @@ def test_traces_and_reports_can_be_piped(repository: Path, tmp_path: Path) -> No
     run = [sys.executable, "-m", "hicache"]
     environ = {**os.environ, "PYTHONPATH": str(repository)}
     lines = subprocess.run([*run, "trace", "generate", "-", "--requests", "6"], env=environ, capture_output=True,
-                           timeout=TIMEOUT_S, check=True).stdout  # fmt: skip
+                           timeout=TIMEOUT_S, check=True).stdout
     facts = subprocess.run([*run, "trace", "show", "-", "--json"], env=environ, input=lines, capture_output=True,
-                           timeout=TIMEOUT_S, check=True).stdout  # fmt: skip
+                           timeout=TIMEOUT_S, check=True).stdout
     assert json.loads(facts)["requests"] == 6
     result = subprocess.run([*run, "replay", "-", "--json", "-", "--prefill-rate", "0"], env=environ, input=lines,
-                            capture_output=True, timeout=TIMEOUT_S, check=False, cwd=tmp_path)  # fmt: skip
+                            capture_output=True, timeout=TIMEOUT_S, check=False, cwd=tmp_path)
     assert result.returncode == 0, result.stderr
     assert json.loads(result.stdout)["requests"]["ended"] == 6 and b"0 wrong bytes" in result.stderr
     assert list(tmp_path.iterdir()) == []

@@ -36,7 +36,7 @@ def long() -> ReplayResult:
     tokens = replace(
         example().tokens, prompt=27_441_774_000, seen=8_342_299_000, computed=21_926_000_000,
         hits={"device": 1_042_787_000, "host": 164_650_000, "storage": 4_308_358_000},
-    )  # fmt: skip
+    )
     moved = dict.fromkeys(example().moved_bytes, 1023 << 30)
     skipped = {"prefetch_does_not_pay": 123 * MILLION, "a_reason_of_tomorrow": 1}
     evicted = {"device": 420_796_000, "host": 397_393_000, "storage": 238_419_000}
@@ -63,7 +63,7 @@ def test_progress_shows_the_shares_of_the_tiers_and_wrong_bytes(tmp_path: Path) 
 def test_longer_times_have_fewer_decimals() -> None:
     assert [milliseconds(time_us) for time_us in (12, 12_345, 123_450, 1_234_000)] == [
         "0.012", "12.35", "123.5", "1,234",
-    ]  # fmt: skip
+    ]
 
 
 def step_progress(step: int) -> StepProgress:
@@ -80,7 +80,7 @@ def test_lines_of_progress_go_to_stderr(
     assert shown.err.splitlines() == [
         "counting: 0 pages, 0 found", "counting: 1 of 3 pages (33 %), 1 found, about 0s left",
         "counting: 3 of 3 pages (100 %), 3 found",
-    ]  # fmt: skip
+    ]
 
 
 def test_a_short_task_shows_no_progress(capsys: pytest.CaptureFixture[str]) -> None:

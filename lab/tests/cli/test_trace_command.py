@@ -121,7 +121,7 @@ def test_show_names_the_format_its_blocks_and_its_sessions(tmp_path: Path) -> No
     path.write_text("".join(
         json.dumps({"chat_id": chat, "parent_chat_id": parent, "timestamp": chat, "input_length": 16 * len(ids),
                     "output_length": 1, "hash_ids": ids}) + "\n" for chat, parent, ids in chats
-    ))  # fmt: skip
+    ))
     result = invoke("show", str(path))
     assert result.exit_code == 0
     assert result.stdout.splitlines() == [

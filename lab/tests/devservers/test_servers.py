@@ -178,7 +178,7 @@ def test_a_killed_parent_leaves_no_server(tmp_path: Path) -> None:
     parent = subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         env={**os.environ, "TMPDIR": str(tmp_path)},  # nobody is left to remove the server's directory
-    )  # fmt: skip
+    )
     with parent:
         assert parent.stdout is not None
         pid = int(parent.stdout.readline())

@@ -137,6 +137,6 @@ def test_the_installer_does_nothing_if_everything_is_installed() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "hicache_lab.devservers.install_libraries"], capture_output=True, text=True, timeout=300,
         env={**os.environ, "PATH": ""}, check=False,
-    )  # fmt: skip
+    )
     assert done.returncode in (0, 1)
     assert (done.returncode == 0) == (not done.stderr)

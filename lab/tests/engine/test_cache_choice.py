@@ -123,7 +123,7 @@ def test_random_conversations_get_equal_tokens_with_every_cache_and_schedule(see
     options = EngineOptions(
         running_max=3, prefill_tokens_max=numbers.choice([5, 32, 500]),
         schedule=Schedule(policy=numbers.choice(["fcfs", "longest_prefix"]), defer_tokens=8),
-    )  # fmt: skip
+    )
     page_size = numbers.choice([1, 4, 8, 16])
     device_pages = numbers.randint(200, 300) // page_size
     with (
@@ -132,7 +132,7 @@ def test_random_conversations_get_equal_tokens_with_every_cache_and_schedule(see
             backend=memory_store, options=options, kind=SessionCache,
         ) as engine,
         off_engine() as off,
-    ):  # fmt: skip
+    ):
         for number in range(3):
             sessions(engine).open_session(f"s{number}")
         said: dict[str, list[int]] = {}
@@ -202,7 +202,7 @@ def test_requests_wait_for_a_shared_prefix_that_takes_several_steps() -> None:
     prompts = [[*random_tokens(64, seed=1), *random_tokens(8, seed=number)] for number in (2, 3)]
     options = EngineOptions(
         prefill_tokens_max=24, schedule=Schedule(policy="longest_prefix", defer_tokens=8, age_max=1000.0),
-    )  # fmt: skip
+    )
     with make_engine(CHECKPOINT, options=options) as engine:
         first, second = serve(engine, prompts)
         assert (first.computed_tokens, second.computed_tokens) == (72, 8)

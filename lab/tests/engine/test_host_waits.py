@@ -74,7 +74,7 @@ def request(rid: str, tokens: int, computed: int, temperature: float = 0.0) -> R
     return Request(
         rid, 0, [1] * tokens, tokens, 9, False, b"", 0.0, Sampling(temperature), kv=kv, kv_tokens=computed,
         prefill_end=tokens,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.long

@@ -67,7 +67,7 @@ def test_a_temperature_near_infinity_gives_every_token_the_same_chance(temperatu
     ("bad", "sampling", "said"),
     [(math.nan, Sampling(1.0), "not a finite number"), (math.inf, Sampling(1.0), "not a finite number"),
      (math.nan, GREEDY, "position 7")],
-)  # fmt: skip
+)
 def test_logits_that_are_not_finite_give_an_error_and_no_token(bad: float, sampling: Sampling, said: str) -> None:
     with pytest.raises(HiCacheError, match=said):
         picked(torch.tensor([[0.0, bad, 1.0]]), [(sampling, 7)])
@@ -88,7 +88,7 @@ def test_a_token_with_probability_zero_is_never_drawn() -> None:
     ],
     ids=lambda values: "-".join(f"{name}-{str(value)[:8] if value != 10**5000 else 'huge'}"
                                 for name, value in values.items()),
-)  # fmt: skip
+)
 def test_invalid_sampling_values_are_rejected(values: dict[str, Any]) -> None:
     with pytest.raises(InvalidInput, match=f"sampling: {next(iter(values))}"):
         Sampling(**values)

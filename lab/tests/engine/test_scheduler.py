@@ -162,7 +162,7 @@ BAD_FIELDS: list[dict[str, Any]] = [
     *({"sampling": bad} for bad in (None, 0.5, "greedy", {"temperature": 1}, Sampling)),
     *({name: bad} for name in ("extra_key", "cache_salt") for bad in ("", "\ud800", 5, b"a", ["a"])),
     *({"session_id": bad} for bad in (5, b"s", ["s"], "s")),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("session", [False, True], ids=["plain", "sessions"])

@@ -47,7 +47,7 @@ def services(first_s: float) -> dict[str, Service]:
         name: Service(hit_tokens=90_000 * i, ttft_mean_s=first_s / 2**i, ttft_p50_s=first_s / 2**i / 10,
                       ttft_p99_s=first_s / 2**i * 10, prefill_s=7200 / 2**i, load=2 / 2**i)
         for i, name in enumerate(("none", "device", "device_host", "all"))
-    }  # fmt: skip
+    }
 
 
 def curve(most: int, enough: Size) -> Curve:
@@ -69,7 +69,7 @@ def fleet() -> Fleet:
                               equal_storage=gib(333)),
         "prefix": RoutingPlan(tiers=uses(100_000, 50_000, 200_000), services=services(2.0), busiest_share=0.31,
                               equal_storage=gib(256)),
-    }  # fmt: skip
+    }
     return Fleet(best=Routing.PREFIX, equal=(Routing.PREFIX,), routings=routings)
 
 
@@ -81,7 +81,7 @@ def example(**changes: Any) -> Plan:
         speeds=Speeds(compute=ComputeSpeed(tokens_per_s=1000.0),
                       storage=StorageSpeed(read_bytes_per_s=3e9, write_bytes_per_s=1e9)),
         endurance_bytes=10**15, selective_hits=2, prices={"device": 20.0, "host": 2.0, "storage": 0.5},
-    )  # fmt: skip
+    )
     fields: dict[str, Any] = {
         "setup": setup,
         "traffic": Traffic(prompt_tokens=PROMPT_TOKENS, output_tokens=500, reusable_tokens=400_000, footprint=gib(512),
@@ -99,5 +99,5 @@ def example(**changes: Any) -> Plan:
         "fleet": None,
         "recommendation": ("Do <this>.", "Then do that."),
         "unknowns": ("The rest.",),
-    }  # fmt: skip
+    }
     return Plan(**(fields | changes))

@@ -167,7 +167,7 @@ def written(pages: int, years: float | None) -> Policy:
      (6.0, "write_through writes 1.0 KiB per day to L3, which wears its disks in 6.0 years."),
      (4.9, "write_through writes 1.0 KiB per day to L3, which wears its disks in only 4.9 years."),
      (0.01, "write_through writes 1.0 KiB per day to L3, which wears its disks in only 3.6 days.")],
-)  # fmt: skip
+)
 def test_wear_is_reported_with_a_warning_below_five_years(years: float | None, sentence: str) -> None:
     policies = {"write_through": written(100, years), "write_back": written(50, years)}
     plan = replace(plan_of(TURNS, 0, 1, None), policies=policies)

@@ -40,7 +40,7 @@ def planned(trace: list[TraceRequest], read_bytes_per_s: float) -> Plan:
     return plan_of(
         trace, 0, 0, None, model=ModelShape("tiny", TOKEN_BYTES), speeds=speeds(read_bytes_per_s),
         device_bytes=DEVICE * 64 * TOKEN_BYTES, host_bytes=HOST * 64 * TOKEN_BYTES,
-    )  # fmt: skip
+    )
 
 
 def speeds(read_bytes_per_s: float) -> Speeds:

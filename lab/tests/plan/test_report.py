@@ -54,7 +54,7 @@ def test_the_page_names_the_figures_of_the_plan() -> None:
         "given 8.0 GiB: 10.0 %", "given 64.0 GiB: 5.0 %", "given 256.0 GiB: 20.0 %",
         "95 % of the most 310.0 GiB: 28.5 %", "bend 8.0 GiB: 8.3 %", "960.0 GiB", "36.5 days",
         "Idle break-even of L3: 1.5 GB/s", "3, 250,000 tokens", "device 20, host 2, storage 0.5",
-    ):  # fmt: skip
+    ):
         assert shown in text, shown
 
 
@@ -63,7 +63,7 @@ def test_sources_of_prompt_tokens_add_up_to_all_of_them() -> None:
     (sources, *_) = figures(html_report(example()))
     labels = [node.text for node in sources.iter("text")]
     assert labels == ["hits of L1 device", "9.0 %", "hits of L2 host", "4.5 %", "hits of L3 storage", "18.0 %",
-                      "reusable, computed", "8.5 %", "not reusable", "60.0 %"]  # fmt: skip
+                      "reusable, computed", "8.5 %", "not reusable", "60.0 %"]
 
 
 def test_several_nodes_have_a_figure_of_routings_and_sizes_on_each_node() -> None:
@@ -130,4 +130,4 @@ def test_the_ticks_of_sizes_are_powers_of_four_with_units() -> None:
     labels = [node.text or "" for node in figures(html_report(example()))[1].iter("text")]
     assert [label for label in labels if re.fullmatch(r"\d+ [KMGT]iB", label)] == [
         "1 GiB", "4 GiB", "16 GiB", "64 GiB", "256 GiB"
-    ]  # fmt: skip
+    ]

@@ -157,7 +157,7 @@ def test_the_time_to_first_token_is_compute_and_copy_and_read() -> None:
     # Between its uses, block 0 is behind 9 other pages: nothing is on L2 (reaches 8), all in storage.
     assert {name: service.hit_tokens for name, service in services.items()} == {
         "none": 0, "device": 0, "device_host": 0, "all": 512
-    }  # fmt: skip
+    }
     assert services["none"].ttft_mean_s == pytest.approx(0.576)
     assert services["none"].prefill_s == pytest.approx(3 * 0.576)
     # 64 tokens, a copy of 512 bytes, and four rounds of two operations for 512 bytes.
@@ -294,7 +294,7 @@ def test_an_empty_trace_is_rejected() -> None:
     ("wrong", "message"),
     [({"host_bytes": -1}, "host_bytes must be at least 0, got -1"), ({"nodes": 0}, "nodes must be at least 1"),
      ({"page_size": 0}, "page_size must be at least 1"), ({"page_size": 48}, "does not fit to blocks")],
-)  # fmt: skip
+)
 def test_wrong_inputs_are_rejected(wrong: dict[str, int], message: str) -> None:
     with pytest.raises(InvalidInput, match=message):
         plan_of([request(0, [1])], 1, 1, 1, **wrong)

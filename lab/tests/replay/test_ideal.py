@@ -58,7 +58,7 @@ def best(requests: Sequence[Uses], pages: int, *, tree: bool) -> int:
         return hits + max(
             most(number + 1, kept) for kept in choices
             if not tree or all(parent(page) == 0 or parent(page) in kept for page in kept)
-        )  # fmt: skip
+        )
 
     return most(0, frozenset())
 
@@ -163,7 +163,7 @@ def test_the_result_of_a_replay_has_ideal_caches_of_its_total_size(tmp_path: Pat
     assert found == Ideal(
         pages=capacity_pages and 352, lru_tokens=8 * 960, optimum_tokens=8 * 960,
         share_of_lru=ours / 7680, share_of_optimum=ours / 7680,
-    )  # fmt: skip
+    )
 
 
 def test_without_storage_the_ideal_has_the_pages_of_l1_and_l2(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def prompts(tmp_path_factory: pytest.TempPathFactory) -> Workload:
     firsts = [blocks * numbers.randrange(100) for _ in range(300)]
     path = tmp_path_factory.mktemp("traces") / "prompts.jsonl"
     write_trace(path, [TraceRequest(index, 0, 10_000, 20, tuple(range(first, first + blocks)))
-                       for index, first in enumerate(firsts)])  # fmt: skip
+                       for index, first in enumerate(firsts)])
     return Workload("prompts", path)
 
 

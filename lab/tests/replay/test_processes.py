@@ -37,12 +37,12 @@ def file_job(directory: Path, *, prompts: int = 8, times: int = 2, **options: An
     config = small_config(
         storage="file", device=2048, host=8192,
         **{"storage.options.path": str(directory / "pages"), "storage.options.free_space_floor": "0"},
-    )  # fmt: skip
+    )
     # Slow enough that what one engine stores is there when another asks for it.
     return job(
         directory, rounds(prompts, times), config, running_max=1, waiting_max=1,
         speeds=Speeds(compute=ComputeSpeed(tokens_per_s=100_000)), **options,
-    )  # fmt: skip
+    )
 
 
 def test_several_processes_cannot_have_a_share_of_memory(tmp_path: Path) -> None:

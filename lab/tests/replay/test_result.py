@@ -34,7 +34,7 @@ def sample(elapsed_s: float, prompt: int = 0, *, stored_bytes: int = 0, **hits: 
     return Sample(
         elapsed_s=elapsed_s, requests=int(elapsed_s), waiting=1, running=2, prompt_tokens=prompt, hit_tokens=hits,
         device_pages=10, host_pages=20, storage_bytes=stored_bytes, moved_bytes={"device_to_host": 5}, wrong_bytes=0,
-    )  # fmt: skip
+    )
 
 
 def example(**changes: object) -> ReplayResult:
@@ -70,7 +70,7 @@ def example(**changes: object) -> ReplayResult:
         ),
         ideal=Ideal(pages=87681, lru_tokens=640, optimum_tokens=750, share_of_lru=0.9375, share_of_optimum=0.8),
         samples=(sample(0.0), sample(2.0, 500, device=200), sample(4.0, 1000, device=300, host=200, storage=100)),
-    )  # fmt: skip
+    )
     return replace(result, **changes)  # type: ignore[arg-type]
 
 

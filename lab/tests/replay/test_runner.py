@@ -91,7 +91,7 @@ def test_the_next_turn_finds_the_pages_of_the_last_output(tmp_path: Path) -> Non
 def test_a_synthetic_trace_through_tiers_far_too_small_has_no_wrong_byte(tmp_path: Path, seed: int) -> None:
     # Outputs are cut, because each of their tokens is a step, and each step is checked.
     trace = [replace(one, output_length=one.output_length % 16)
-             for one in synthetic_trace(80, seed) if one.input_length < 15_000]  # fmt: skip
+             for one in synthetic_trace(80, seed) if one.input_length < 15_000]
     config = small_config(device=16_384, host=32_768)
     with started(job(tmp_path, trace, config, running_max=6, prefill_tokens_max=2048)) as replay:
         go(replay)

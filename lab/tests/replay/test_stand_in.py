@@ -97,7 +97,7 @@ def leave_half_out(blocks: list[torch.Tensor]) -> None:
     ("damage", "least", "most"),
     [(flip, 0, 0), (replace_by_another, 0.95, 1), (swap, 0.95, 1), (take_another_layer, 0.95, 1), (put_k_for_v, 0.4, 1),
      (leave_half_out, 0.475, 0.5), *((functools.partial(shift, by=by), 0.9, 1) for by in (1, 2, 8, 16, 64))],
-)  # fmt: skip
+)
 def test_every_kind_of_damage_is_detected_in_all_changed_bytes(
     filled: Filled, damage: Callable[[list[torch.Tensor]], None], least: float, most: float
 ) -> None:

@@ -125,7 +125,7 @@ def test_a_pool_runs_as_many_jobs_at_once_as_it_has_workers() -> None:
     pool = VirtualWorkers[int](
         "pool", 2, handle=lambda job, beat: clock.sleep(1),
         acknowledge=lambda job: ended.append((job, clock() - began_s)), clock=clock,
-    )  # fmt: skip
+    )
     for number in range(5):
         pool.submit(number)
     assert pool.withdraw(4) and not pool.withdraw(9)
@@ -140,7 +140,7 @@ def fast(tokens_per_s: float = 1000.0, **speeds: float) -> Speeds:
     """Return speeds at which only computing takes a time worth mentioning."""
     store = StorageSpeed(read_bytes_per_s=1e15, write_bytes_per_s=1e15)
     return replace(Speeds(compute=ComputeSpeed(tokens_per_s=tokens_per_s), host_bytes_per_s=1e15, host_fixed_s=0.0,
-                          storage=store), **speeds)  # type: ignore[arg-type]  # fmt: skip
+                          storage=store), **speeds)  # type: ignore[arg-type]
 
 
 def first_tokens_s(result: ReplayResult) -> float:
@@ -231,7 +231,7 @@ def test_engines_share_the_store_and_its_bandwidth(tmp_path: Path) -> None:
 @pytest.mark.parametrize("storage", [None, "memory"])
 def test_a_virtual_replay_finds_what_a_real_one_finds(tmp_path: Path, storage: str | None) -> None:
     trace = [replace(one, output_length=one.output_length % 16)
-             for one in synthetic_trace(60, seed=7) if one.input_length < 15_000]  # fmt: skip
+             for one in synthetic_trace(60, seed=7) if one.input_length < 15_000]
     config = small_config(storage=storage, device=16_384, host=32_768)
     one = job(tmp_path, trace, config, speeds=Speeds(compute=ComputeSpeed(tokens_per_s=400_000)), **ONE_AT_A_TIME)
     virtual = run(one)
@@ -255,7 +255,7 @@ def test_equal_arguments_make_equal_reports_in_any_process(tmp_path: Path) -> No
              "--device-tokens", "20000", "--host-tokens", "30000", "--set", "storage.options.capacity=8MiB",
              "--json", str(report)],
             check=True, capture_output=True, env={**os.environ, "PYTHONHASHSEED": seed},
-        )  # fmt: skip
+        )
         digests.add(hashlib.sha256(report.read_bytes()).hexdigest())
     assert len(digests) == 1
 

@@ -67,7 +67,7 @@ def test_a_table_evicts_the_pages_that_the_real_store_evicts(
             deadline = clock() + 60
             if step % 3 == 0:
                 store.batch_set(chain[start:end], frames[start:end], parent=chain[start - 1] if start else None,
-                                deadline=deadline)  # fmt: skip
+                                deadline=deadline)
             elif step % 3 == 1:
                 store.batch_get(chain[:end], frames[:end], deadline=deadline)
             else:

@@ -49,4 +49,4 @@ def test_tables_of_lengths_have_no_reuse(tmp_path: Path, monkeypatch: pytest.Mon
     trace = converted(LENGTHS, "load.jsonl", tmp_path, monkeypatch)
     assert [(round(one.timestamp_ms), one.input_length, one.output_length, one.hash_ids) for one in trace] == [
         (0, 600, 44, (0, 1)), (1000, 512, 109, (2,)), (1319, 1, 5, (3,))
-    ]  # fmt: skip
+    ]

@@ -19,7 +19,7 @@ MOONCAKE: dict[str, Any] = {"timestamp": 5, "input_length": 100, "output_length"
 BAILIAN: dict[str, Any] = {
     "chat_id": 159, "parent_chat_id": -1, "timestamp": 61.114, "input_length": 40, "output_length": 132,
     "type": "text", "turn": 2, "hash_ids": [1089, 1090, 1091],
-}  # fmt: skip
+}
 
 
 def read(folder: Path, *lines: dict[str, Any]) -> list[TraceRequest]:
@@ -55,7 +55,7 @@ def test_our_fields_are_read_and_written_only_if_they_are_not_the_defaults(tmp_p
         ({"hash_ids": [7]}, "hash_ids has 1 blocks, but input_length 100 makes 2 of 64 tokens"),
         ({"parent_chat_id": 4, "chat_id": 5}, "one format per file"),
     ],
-)  # fmt: skip
+)
 def test_an_invalid_value_of_our_fields_is_named_with_line_and_field(
     tmp_path: Path, change: dict[str, Any], said: str
 ) -> None:
@@ -82,7 +82,7 @@ def test_equal_hashes_are_equal_blocks_only_after_equal_prefixes(tmp_path: Path)
     first, same, other, again = read(
         tmp_path, BAILIAN, {**BAILIAN, "hash_ids": [1089, 1090, 5]}, {**BAILIAN, "hash_ids": [4, 1090, 1091]},
         {**BAILIAN, "hash_ids": [4, 4, 4]},
-    )  # fmt: skip
+    )
     assert first.hash_ids[:2] == same.hash_ids[:2] and first.hash_ids[2] != same.hash_ids[2]
     assert not set(first.hash_ids) & set(other.hash_ids)
     assert len(set(again.hash_ids)) == 3 and again.hash_ids[0] == other.hash_ids[0]
@@ -113,7 +113,7 @@ def test_the_session_is_the_first_chat_of_a_conversation(tmp_path: Path) -> None
         ({"hash_ids": [1, 2, -5]}, "hash_ids[2] must be"), ({"hash_ids": 7}, "hash_ids must be a list"),
         ({"input_length": 0}, "input_length"), ({"output_length": None}, "output_length"),
     ],
-)  # fmt: skip
+)
 def test_an_invalid_value_of_a_qwen_bailian_line_is_named_with_line_and_field(
     tmp_path: Path, change: dict[str, Any], said: str
 ) -> None:
@@ -134,5 +134,5 @@ def test_ids_are_the_same_in_each_process(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", code, str(tmp_path / "trace.jsonl")], capture_output=True, text=True, check=True,
         env={"PYTHONPATH": ":".join(filter(None, sys.path)), "PYTHONHASHSEED": "5"},
-    )  # fmt: skip
+    )
     assert done.stdout.split() == [str(block) for block in request.hash_ids]

@@ -54,7 +54,7 @@ def test_a_vllm_log_becomes_requests_in_the_order_of_arrival_with_numbered_block
         "INFO starting", prompt("a", range(40)), received("a"),
         prompt("b", [*range(16), 99, *range(17, 40)], "11-20 10:00:02"), received("b"), output("b", [5, 6]),
         output("a", [1, 2, 3]), prompt("c", range(40), "11-20 10:01:00"),
-    )  # fmt: skip
+    )
     assert requests == [
         TraceRequest(0, 0, 40, 3, (0, 1, 2), 16),
         TraceRequest(1, 2000, 40, 2, (0, 3, 4), 16),  # blocks after another one are other blocks
@@ -72,7 +72,7 @@ def test_deltas_of_a_stream_are_summed() -> None:
     requests, recorder = recorded(
         prompt("a", [1]), output("a", [5], " (streaming delta)"), output("a", [6, 7], " (streaming delta)"),
         output("a", None, " (streaming complete)"), prompt("b", [1]), output("b", [1, 2], " (streaming complete)"),
-    )  # fmt: skip
+    )
     assert [request.output_length for request in requests] == [3, 2]
     assert recorder.without_output == 0
 
@@ -126,7 +126,7 @@ def test_an_sglang_log_becomes_requests() -> None:
     assert requests == [
         TraceRequest(0, 0, 20, 4, (0, 1), 16), TraceRequest(1, 500, 2, 0, (2,), 16),
         TraceRequest(2, 500, 20, 9, (0, 1), 16),
-    ]  # fmt: skip
+    ]
     assert (recorder.other_lines, recorder.without_output) == (1, 1)
 
 
@@ -172,7 +172,7 @@ def test_a_request_with_an_impossible_count_is_left_out_and_the_others_are_recor
         (["nothing"], f"{VLLM_LEVEL}, or {SGLANG_LEVEL}"),
         ([prompt("tokenize-a", [1]), received("tokenize-a")], VLLM_LEVEL),
     ],
-)  # fmt: skip
+)
 def test_a_log_without_token_ids_is_an_error_that_says_what_to_do(lines: list[str], reason: str) -> None:
     recorder = Recorder(64)
     with pytest.raises(InvalidInput, match="log: no request has token ids") as error:
@@ -220,7 +220,7 @@ def test_a_name_that_is_used_again_is_another_request() -> None:
      b'{"event": "request.received", "rid": null, "obj": {}}', b"request_logger.py:1] Request",
      b'{"event": "request.finished", "rid": "a", "out": {"meta_info": 5}}',
      b'{"message": 5, "name": "x.request_logger"}'],
-)  # fmt: skip
+)
 def test_other_lines_are_not_requests(line: bytes) -> None:
     assert not any(getattr(event, "token_ids", None) for event in events(line))
     assert [request.index for request in Recorder(16).requests([line, prompt("a", [1]).encode()])] == [0]

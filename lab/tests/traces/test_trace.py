@@ -78,7 +78,7 @@ def test_a_missing_field_is_named_with_file_and_line(tmp_path: Path, name: str) 
         ("hash_ids", [46, -1, 48, 9], "hash_ids[1] must be a whole number"),
         ("hash_ids", [46, 47, 48, 1 << 64], "hash_ids[3]"), ("hash_ids", [46, 47, 48, None], "hash_ids[3]"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_value_is_named_with_its_field(tmp_path: Path, name: str, value: object, said: str) -> None:
     text = wrong(tmp_path / "some.jsonl", json.dumps({**GOOD, name: value}))
     assert "line 1: " + name in text
@@ -137,7 +137,7 @@ _hostile = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=5), st.lists(st.integers(), max_size=3),
     st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
     st.sampled_from([10**400, -(10**400), 1e308, 5e-324, 1 << 63, (1 << 63) - 1, 1 << 24, [[[]]], [None], [1.0]]),
-)  # fmt: skip
+)
 
 
 @given(fields=st.dictionaries(st.sampled_from(list(GOOD)) | st.text(max_size=4), _hostile, max_size=5))
@@ -163,7 +163,7 @@ def test_any_bytes_are_a_request_or_rejected_with_their_line(
     ["9" * 5000, "1e400", "-1e400", "NaN", "Infinity", "[" * 500 + "]" * 500, "[" * 200_000,
      '{"a":' * 500 + "1" + "}" * 500, '"\\ud800"', "-0", "-5", "1" + "0" * 400],
     ids=lambda value: value[:12],
-)  # fmt: skip
+)
 def test_a_hostile_value_is_rejected_with_its_line(tmp_path: Path, value: str) -> None:
     path = tmp_path / "some.jsonl"
     for name in GOOD:

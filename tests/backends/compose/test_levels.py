@@ -45,7 +45,7 @@ class World:
     def __init__(
         self, levels: int = 2, *, first_pages: int | None = None, promote: bool = True,
         copies: int | None = COPIES, clock: Clock = SYSTEM_CLOCK,
-    ) -> None:  # fmt: skip
+    ) -> None:
         capacity = None if first_pages is None else first_pages * PAGE
         self.levels = [Troubled(capacity_bytes=capacity), *(Troubled() for _ in range(levels - 1))]
         self.stores = stores_of(self.levels)

@@ -70,7 +70,7 @@ ENTRIES: dict[str, Any] = {"page_size": 4, "device": {"tokens": 32}, "host": {"t
         ("levels", {"levels": [MEMORY, MEMORY], "promote": False, "cascade_bytes_max": 5 * PAGE}, Levels),
         ("sharded", {"parts": [{**MEMORY, "name": "a"}, {**MEMORY, "name": "b"}]}, Shards),
     ],
-)  # fmt: skip
+)
 def test_a_composition_opens_by_name_with_a_guard_in_front_of_each_part(
     name: str, options: dict[str, Any], kind: type[Storage]
 ) -> None:
@@ -132,7 +132,7 @@ def test_a_wrong_list_of_parts_is_refused_before_anything_is_opened(options: dic
         ("levels", {"cascade_bytes_max": 1}, "less than one page"),
         ("sharded", {}, "needs a name"),
     ],
-)  # fmt: skip
+)
 def test_invalid_options_are_refused_and_opened_parts_are_closed(
     name: str, options: dict[str, Any], message: str
 ) -> None:

@@ -214,7 +214,7 @@ def test_retried_pages_keep_their_parents(store: Troubled) -> None:
     store.fail_pages = {keys[0], keys[3], keys[4]}
     assert put(guard, keys, parent) == [
         SET_ERROR, STORED, STORED, SET_ERROR, SET_ERROR, STORED, STORED,
-    ]  # fmt: skip
+    ]
     assert list(map(len, store.called("set"))) == [7, 1, 2]
     assert store.parents() == [parent, parent, keys[2]]
 

@@ -265,7 +265,7 @@ def test_a_store_whose_writes_fail_keeps_nothing_once_its_breaker_is_open(
 def test_an_open_breaker_is_a_problem_until_the_store_heals_without_a_call(
     guard_of: Callable[..., Store], clock: ManualClock, call: Callable[[Store], object], direction: Direction,
     state: HealthState,
-) -> None:  # fmt: skip
+) -> None:
     """A store that only reads need cannot be read, and keeps its pages."""
     store = Troubled()
     guard = guard_of(store)
@@ -384,8 +384,8 @@ def test_problems_of_one_store_in_several_namespaces_are_one() -> None:
     early, late = (problem(HealthState.KEEPS_NOTHING, since_s, REJECTED) for since_s in (5.0, 9.0))
     other = problem(HealthState.FAILING, 1.0, "dns")
     found = grouped([("a", "n1", late), ("a", "n2", early), ("b", "n1", StoreHealth(HealthState.WORKING)),
-                     ("a", "n3", other)])  # fmt: skip
+                     ("a", "n3", other)])
     assert [(one.store, one.namespaces, one.health) for one in found] == [
         ("a", ("n1", "n2"), early), ("a", ("n3",), other),
-    ]  # fmt: skip
+    ]
     assert str(found[1]).startswith("a cannot be read since 1970-01-01T00:00:01Z: the server's name has no address. ")

@@ -136,7 +136,7 @@ def test_each_call_is_counted_in_the_bucket_of_its_latency(seconds: list[float])
     [
         {"in_flight": 0}, {"in_flight": True}, {"in_flight": "much"}, {"read": "maybe"}, {"write": 1}, {"raed": "off"},
     ],
-)  # fmt: skip
+)
 def test_options_that_cannot_work_are_rejected(options: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(options))):
         GuardConfig(**options)

@@ -28,7 +28,7 @@ def options_for(master: MooncakeMaster, **changes: Any) -> dict[str, Any]:
     return {
         "master": master.address, "admin": master.metrics_address, "segment": SEGMENT_BYTES,
         "staging": STAGING_BYTES, "timeout": 1.0, **changes,
-    }  # fmt: skip
+    }
 
 
 def open_backend(master: MooncakeMaster, codec: FrameCodec = CODEC, **changes: Any) -> Store:

@@ -231,7 +231,7 @@ def test_a_process_that_has_closed_its_backend_listens_on_nothing(master: Moonca
     done = subprocess.run(
         [sys.executable, str(child), master.address], cwd=repository, env={"PYTHONPATH": str(repository)},
         capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    )
     assert (done.returncode, done.stdout.split()) == (0, ["open", "2", "closed", "0"]), done.stderr
 
 

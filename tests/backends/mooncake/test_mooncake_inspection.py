@@ -131,7 +131,7 @@ def test_a_cut_list_is_not_accepted() -> None:
 @pytest.mark.parametrize("body", [
     '{"data": ' + "[" * 100_000, '{"data": {"k": {"ok": true, "values": [{"size_": Infinity}]}}}',
     '{"data": {"k": {"ok": true, "values": "x"}}}', '{"data": []}', "\u0665", "",
-])  # fmt: skip
+])
 def test_an_invalid_answer_about_sizes_is_a_typed_error(body: str) -> None:
     with pytest.raises(BackendUnavailable, match="unexpected answer"):
         _asked(f"Content-Length: {len(body.encode())}\r\n\r\n{body}")

@@ -214,7 +214,7 @@ def test_after_a_slow_failure_frames_are_copied_until_pages_have_moved(master: M
         for result, is_slow in (
             ([0], False), ([-704], False), ([4096, -800], True), ([-704], True), ([4096], False), (None, True),
             ([0], False), ([-901], True),
-        ):  # fmt: skip
+        ):
             with contextlib.suppress(StoreError):
                 session.moved(result)
             assert session.paths.slow is is_slow, result
@@ -400,7 +400,7 @@ def test_a_bug_while_a_new_session_is_made_does_not_end_the_attempts() -> None:
     ("code", "name", "is_slow"),
     [(-800, "transfer", True), (-900, "connection_lost", True), (-901, "timeout", True), (-706, "leased", False),
      (-200, "no_space", False), (-99999, "server_error", False)],
-)  # fmt: skip
+)
 def test_codes_have_error_kinds(code: int, name: str, is_slow: bool) -> None:
     assert (codes.kind_of(code), codes.is_slow(code)) == (name, is_slow)
 
@@ -418,7 +418,7 @@ def test_an_answer_that_is_not_a_number_for_each_key_is_an_error_of_each(answer:
      ("host", ""), ("protocol", 3), ("devices", None), ("prefix", "a b"), ("prefix", "a,b"), ("prefix", "x" * 129),
      ("segment", -1), ("segment", "much"), ("staging", 0), ("timeout", 0), ("timeout", True),
      ("timeout", 61), ("timeout", "soon")],
-)  # fmt: skip
+)
 def test_invalid_options_are_rejected(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=option):
         MooncakeStorageOptions(**{option: value})

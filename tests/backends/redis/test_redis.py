@@ -73,19 +73,19 @@ def tls_options(valkey: ValkeyServer, tmp_path_factory: pytest.TempPathFactory) 
         yield {
             "url": f"rediss://127.0.0.1:{proxy.port}", "tls_ca_file": made.ca_file,
             "tls_cert_file": made.client_cert_file, "tls_key_file": made.client_key_file,
-        }  # fmt: skip
+        }
 
 
 @pytest.fixture(scope="module")
 def places(
     valkey: ValkeyServer, old_redis: RedisServer, redis_cluster: RedisCluster, redis_sentinel: RedisSentinel,
     tls_options: dict[str, Any],
-) -> Iterator[dict[str, tuple[Any, dict[str, Any]]]]:  # fmt: skip
+) -> Iterator[dict[str, tuple[Any, dict[str, Any]]]]:
     """Side doors and options. Shared, because opening a cluster's door takes as long as a contract test."""
     with (
         valkey.client() as client, old_redis.client() as old, redis_sentinel.primary.client() as primary,
         redis.RedisCluster("127.0.0.1", redis_cluster.nodes[0].port) as cluster,
-    ):  # fmt: skip
+    ):
         yield {
             "unix socket": (client, valkey.unix_storage()[1]),
             # A time to live and one connection use different commands and timing.

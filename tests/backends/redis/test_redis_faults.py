@@ -93,7 +93,7 @@ def test_dead_idle_connections_are_replaced_silently(valkey: ValkeyServer, end: 
         options = {"url": f"redis://{LOOPBACK}:{relay.port}", "key_prefix": fresh_prefix(), "connections": 8}
         store = open_on(client, options)
         for verb in (lambda: store_chain(store, keys), lambda: load(store, keys),
-                     lambda: store.backend.batch_exists(keys, deadline=soon())):  # fmt: skip
+                     lambda: store.backend.batch_exists(keys, deadline=soon())):
             threads = [threading.Thread(target=load, args=(store, keys)) for _ in range(4)]
             for thread in threads:
                 thread.start()

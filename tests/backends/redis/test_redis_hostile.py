@@ -119,7 +119,7 @@ def test_redirections_are_followed_only_to_nodes_of_a_cluster(trap: Trap, mode: 
     where = {
         "port": f"{ELSEWHERE}:{trap.port}", "unix socket": f"{trap.path}:0", "not a name": "a..b:7000",
         "a long name": f"{'x' * 64}.example:7000",
-    }[target]  # fmt: skip
+    }[target]
 
     def lie(request: list[bytes]) -> bytes | None:
         if request[0] in (b"CLUSTER", b"AUTH", b"HELLO"):
@@ -172,7 +172,7 @@ def test_a_sentinel_that_names_itself_does_not_get_the_password_of_the_nodes() -
     ("host", "port"),
     [("{path}", "0"), ("{path}", "7000"), ("a..b", "7000"), ("host", "0"), ("host", "65536"), ("x" * 300, "7000"),
      ("", "7000"), ("h", "-1")],
-)  # fmt: skip
+)
 def test_sentinels_and_nodes_name_addresses_on_the_network_only(trap: Trap, host: str, port: str) -> None:
     name = host.format(path=trap.path).encode()
     facts = array(*map(bulk, (b"ip", name, b"port", port.encode(), b"flags", b"master")))
@@ -191,7 +191,7 @@ def test_nodes_named_by_a_cluster_are_reached_only_over_tls(tmp_path: Path) -> N
         with (
             hostile(lambda request: slots if request[0] == b"CLUSTER" else None, "cluster") as (server, options),
             Proxy(server.port, tls=made.server_context()) as proxy, pytest.raises(BackendUnavailable),
-        ):  # fmt: skip
+        ):
             server.hostile = True
             place = [f"{LOOPBACK}:{proxy.port}"]
             open_on({**options, "cluster": place, "tls": True, "tls_ca_file": made.ca_file, "timeout": 5.0})
@@ -214,7 +214,7 @@ def test_the_number_of_pools_of_unknown_servers_is_limited() -> None:
 
 
 FORMS = ["-ERR unknown command 'AUTH {}'", "-{}", "-WRONGPASS {} is wrong", "-NOPERM '{}' command", "+{}",
-         "-ERR {} and more", "-MOVED 1 {}:7000", ":{}"]  # fmt: skip
+         "-ERR {} and more", "-MOVED 1 {}:7000", ":{}"]
 
 
 @pytest.mark.parametrize(
@@ -226,7 +226,7 @@ def test_no_text_of_a_server_gets_into_a_message(mode: str, form: str) -> None:
         answer = form.format(secret).encode() + b"\r\n"
         login: dict[str, Any] = {} if mode != "sentinel" else {
             "sentinel_password_env": PASSWORD_ENV, "password_env": None,
-        }  # fmt: skip
+        }
         error = refused(functools.partial(lambda answer, request: answer, answer), mode, **login)
         assert not any(secret in text for text in texts_of(error))
 
@@ -248,7 +248,7 @@ def test_no_text_of_the_tls_library_gets_into_a_chain_of_exceptions(tmp_path: Pa
     [{"sentinels": ["h"], "service": "\ud800"}, {"url": "redis://h", "username": "\ud800"},
      {"sentinels": ["h"], "service": "s", "sentinel_username": "\udfff", "sentinel_password_env": PASSWORD_ENV},
      {"unix_socket": "\ud800"}],
-)  # fmt: skip
+)
 def test_a_text_that_cannot_be_sent_is_refused_without_the_password(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"not valid Unicode|not valid in file names") as raised:
         store_of(RedisDriver, CODEC, RedisStorageOptions(**wrong, password_env=PASSWORD_ENV))
@@ -398,7 +398,7 @@ def test_connections_open_once_threads_can_start_again() -> None:
     ("verb", "reply"),
     [("DBSIZE", b"*0\r\n"), ("DBSIZE", b":-5\r\n"), ("SCAN", array(bulk(b"x"), array())), ("SCAN", b"+OK\r\n"),
      ("STRLEN", b":" + b"9" * 5000 + b"\r\n"), ("STRLEN", b":x\r\n"), ("STRLEN", b"+5\r\n")],
-)  # fmt: skip
+)
 def test_an_invalid_usage_is_an_error(verb: str, reply: bytes) -> None:
     with (
         hostile(lambda request: reply if request[0] == verb.encode() else None) as (server, options),
@@ -414,7 +414,7 @@ def test_clear_removes_only_its_namespace_even_if_a_server_lists_others() -> Non
     ours, theirs = CODEC.namespace.hex(), bytes(32).hex()
     page, *others = [f"hicache:{ours}:{key.hex()}" for key in make_keys(5)]
     names = [page, others[0].replace(ours, theirs), others[1].replace("hicache", "other"), others[2] + "0",
-             others[3][:-64] + others[3][-64:].upper(), others[0].removeprefix("hicache:"), "", "*", page]  # fmt: skip
+             others[3][:-64] + others[3][-64:].upper(), others[0].removeprefix("hicache:"), "", "*", page]
     unlinked: set[bytes] = set()
     cursors = iter([b"5", b"0"])
 
@@ -445,7 +445,7 @@ def test_an_invalid_maxmemory_is_not_reported(text: bytes) -> None:
 
 @pytest.mark.parametrize(("host", "port"), [("a..b", 1), ("x" * 64, 1), ("/run/socket", 1), ("", 1), ("h", 0),
                                             ("h", 65536), ("h", True), ("h\n", 1), ("::a..b", 1),
-                                            ("fe80::1%a/b", 1)])  # fmt: skip
+                                            ("fe80::1%a/b", 1)])
 def test_only_valid_network_addresses_are_accepted(host: str, port: Any) -> None:
     assert named_address(host.encode(), port) is None
 
@@ -453,7 +453,7 @@ def test_only_valid_network_addresses_are_accepted(host: str, port: Any) -> None
 def test_allowed_nodes_are_networks_addresses_names_and_domains() -> None:
     access = open_access(RedisStorageOptions(
         cluster=["configured:1"], allowed_nodes=["10.0.0.0/8", "fd00::/8", "one.example", ".cache.example"],
-    ))  # fmt: skip
+    ))
     for host in ("10.1.2.3", "fd00::5", "one.example", "ONE.example.", "a.cache.example"):
         assert access.allows(Address(host, 1)), host
     for host in ("11.0.0.1", "::1", "two.example", "cache.example", "xcache.example", "configured"):

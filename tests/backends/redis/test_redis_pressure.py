@@ -215,7 +215,7 @@ def test_a_page_stored_again_is_not_removed_as_the_damaged_one(valkey: ValkeySer
         other = bytes(len(head))
         for length, found_head, kept in (
             (size, other, True), (size - 1, head, True), (-1, b"", True), (size, head, False),
-        ):  # fmt: skip
+        ):
             value = StoredValue(length, found_head)
             removed, kinds = driver_of(backend, RedisDriver).remove(CODEC.namespace, [key], soon(), [value])
             assert (removed, kinds) == (not kept, [])
@@ -229,7 +229,7 @@ def test_a_page_stored_again_is_not_removed_as_the_damaged_one(valkey: ValkeySer
      (("ACL", "SETUSER", "default", "-set"), "access_denied"),
      # A demoted primary. No server listens there, so it keeps its pages.
      (("REPLICAOF", "127.0.0.1", 1), "read_only")],
-)  # fmt: skip
+)
 def test_a_read_only_server_still_serves_reads(order: tuple[str | int, ...], kind: str) -> None:
     keys = make_keys(6)
     with ValkeyServer() as server, opened(server) as (backend, store), server.client() as client:

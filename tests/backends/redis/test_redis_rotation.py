@@ -74,7 +74,7 @@ def test_a_replaced_password_of_the_sentinels_is_used_for_their_next_request(tmp
 
 def files_of(made: Certificates) -> dict[str, str | bytes]:
     return {"ca": made.ca_file.read_bytes(), "cert": made.client_cert_file.read_bytes(),
-            "key": made.client_key_file.read_bytes()}  # fmt: skip
+            "key": made.client_key_file.read_bytes()}
 
 
 def test_replaced_certificates_are_used_for_new_connections(
@@ -88,7 +88,7 @@ def test_replaced_certificates_are_used_for_new_connections(
         options: dict[str, Any] = {
             "url": f"rediss://127.0.0.1:{proxy.port}", "tls_ca_file": mounted["ca"], "tls_cert_file": mounted["cert"],
             "tls_key_file": mounted["key"],
-        }  # fmt: skip
+        }
         with opened(valkey, **options) as (_, store):
             assert store_chain(store, KEYS) == STORED
             served.load_cert_chain(new.cert_file, new.key_file)

@@ -223,7 +223,7 @@ def test_cluster_slots_is_parsed_in_all_its_forms() -> None:
     assert routes.addresses() == {
         Address("one", 7001), Address("two", 7002), Address("asked", 7003), Address("asked", 7004),
         Address("asked", 7005),
-    }  # fmt: skip
+    }
     assert len(routes.shards) == 2
     assert list(routes.slots) == [0] * 100 + [1] * (SLOTS - 100)
 

@@ -74,7 +74,7 @@ def test_pages_are_read_whole_however_the_bytes_arrive(kinds: list[str], borders
     written = {
         "page": page(b"\r"), "short": b"$3\r\nabc\r\n", "long": b"$1000\r\n" + b"x" * 1000 + b"\r\n",
         "none": b"$-1\r\n", "error": b"-WRONGTYPE no\r\n",
-    }  # fmt: skip
+    }
     expected = {"page": PAGE, "short": 3, "long": 1000, "none": None, "error": b"WRONGTYPE no"}
     with peers() as (channel, theirs):
         channel.send([b"x"], len(kinds), soon())
@@ -181,7 +181,7 @@ def test_garbage_gives_a_store_error_or_a_reply_and_nothing_else(data: bytes) ->
     "data",
     [b"$x\r\n", b"$99999999999999999999999\r\n", b"\r\n", b"?\r\n", b"*1\r\n" * 20, b"*99999999999\r\n", b"y" * 20_000,
      b"$3\r\nabcde\r\n", b"$\r\n"],
-)  # fmt: skip
+)
 def test_an_invalid_reply_breaks_the_channel(data: bytes) -> None:
     with peers() as (channel, theirs):
         channel.send([b"x"], 1, soon())
@@ -250,6 +250,6 @@ def test_a_send_to_a_peer_that_does_not_read_ends_in_time() -> None:
         (b"TRYAGAIN x", ErrorKind.CLUSTER_DOWN), (b"ERR whatever", ErrorKind.SERVER_ERROR),
         (b"", ErrorKind.SERVER_ERROR),
     ],
-)  # fmt: skip
+)
 def test_exceptions_and_error_replies_have_an_error_kind(failure: OSError | bytes, kind: ErrorKind) -> None:
     assert (ErrorReply(failure) if isinstance(failure, bytes) else failure_of(failure)).kind is kind

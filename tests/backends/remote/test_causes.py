@@ -150,7 +150,7 @@ def test_a_client_certificate_that_is_missing_or_not_accepted_is_named(
     place: dict[str, Any] = {"url": url_of(mutual), "ca_file": certificates.ca_file}
     wrong: dict[str, Any] = {"certificate": others.client_cert_file, "key": others.client_key_file}
     for error, entries in ((of_engine(**place), "set certificate and key"),
-                           (of_ctl(**place), "set --certificate and --key")):  # fmt: skip
+                           (of_ctl(**place), "set --certificate and --key")):
         assert f"the daemon requires a client certificate; {entries}" in str(error) and NOT_STARTED not in str(error)
     for error in (of_engine(**place, **wrong), of_ctl(**place, **wrong)):
         assert "does not accept this client's certificate" in str(error) and "daemon.tls.client_ca" in str(error)
@@ -216,7 +216,7 @@ def test_a_server_that_is_not_a_daemon_is_recognised(answer: bytes, cause: str) 
         assert cause in str(of_engine(url=url)) and NOT_STARTED not in str(of_engine(url=url))
         said = str(of_ctl(url=url))
         assert ("is not an admin surface" in said or cause in said or "another version" in said
-                or "Not Found; see" in said) and NOT_STARTED not in said  # fmt: skip
+                or "Not Found; see" in said) and NOT_STARTED not in said
 
 
 @pytest.mark.parametrize("detail", ["\x1b[31mred\r\nline " + "x" * 100_000, f"you sent {TOKEN}", 5, None])
@@ -251,7 +251,7 @@ def test_a_socket_that_this_user_may_not_open_is_named(plain: Daemon) -> None:
 def test_the_cause_for_which_the_daemon_s_store_keeps_nothing_has_the_same_words_at_the_engine() -> None:
     assert kinds_of({"errors": ["EROFS", "SQLITE_FULL", "guard_busy", "never heard of"]}, 9) == [
         "EROFS", "SQLITE_FULL", ErrorKind.BUSY, ErrorKind.SERVER_ERROR,
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")

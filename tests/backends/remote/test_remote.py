@@ -121,7 +121,7 @@ FORMS = {
         {"storage_format": {"encryption_key_file": "key", "compression": "zstd"}},
         FrameCodec(NAMESPACE, PAYLOAD_BYTES, encryption_keys=[KEY], compression=Compression()),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.fixture(params=FORMS)

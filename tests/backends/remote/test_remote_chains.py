@@ -120,7 +120,7 @@ def test_a_reply_with_other_pages_than_requested_is_an_error() -> None:
             for wrong in (
                 b"HH" + pages[:PAGE], b"HH" + pages + b"x", b"HH" + pages + pages, b"HM" + pages, b"MM" + pages,
                 b"H?" + pages[:PAGE], b"H", b"",
-            ):  # fmt: skip
+            ):
                 daemon.body = wrong
                 frames = full_frames(CODEC, keys)
                 assert backend.batch_get(keys, frames, deadline=soon()) == [GET_ERROR] * 2, wrong[:3]

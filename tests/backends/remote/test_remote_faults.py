@@ -131,7 +131,7 @@ def test_one_frame_for_two_pages_of_a_call_is_not_shared(daemon: Daemon, frames:
 def test_a_call_without_an_answer_returns_when_the_daemon_has_released_its_frames(
     slow: Daemon, frames: Frames, open_it: OpenIt, monkeypatch: pytest.MonkeyPatch, verb: str,
     is_fenced: bool,
-) -> None:  # fmt: skip
+) -> None:
     """Without the fence (the control) the call returns at once, while the daemon still works in reused frames."""
     if not is_fenced:
         monkeypatch.setattr(SharedFrames, "fence", lambda self, mapping: self.forget(mapping))
@@ -163,7 +163,7 @@ def test_a_call_without_an_answer_returns_when_the_daemon_has_released_its_frame
             clocks = [At(stored_time(page or POISON)) for page in right]
             codecs = [FrameCodec(CODEC.namespace, CODEC.payload_bytes, clock=clock) for clock in clocks]
             expected = [bytes(codec.seal(key, page, parent=above)) for codec, key, page, above in
-                        zip(codecs, keys, full_frames(CODEC, keys), [None, *keys], strict=False)]  # fmt: skip
+                        zip(codecs, keys, full_frames(CODEC, keys), [None, *keys], strict=False)]
             assert (right == expected) is is_fenced
         assert backend.statistics().errors[ErrorKind.CONNECTION_LOST] == 4
         assert exists(slow.door(backend), keys) in (0, 4)

@@ -53,7 +53,7 @@ def options(url: str, prefix: str = "test/", **changes: Any) -> S3StorageOptions
     chosen: dict[str, Any] = {
         "bucket": "pages", "prefix": prefix, "endpoint_url": url, "access_key_env": "S3_ACCESS_KEY",
         "secret_key_env": "S3_SECRET_KEY", "region": "us-east-1", "open_timeout": PATIENCE_S,
-    }  # fmt: skip
+    }
     return tuned(S3StorageOptions, **(chosen | changes))
 
 

@@ -161,7 +161,7 @@ class StubS3(Listener):
             yield Request(
                 method, name, parse_qs(query, keep_blank_values=True), headers,
                 read(int(headers.get("content-length", 0))),
-            )  # fmt: skip
+            )
 
     def _answer(self, request: Request) -> Answer:
         if request.is_list:
@@ -197,7 +197,7 @@ class StubS3(Listener):
         entries = "".join(
             f"<Contents><Key>{escape(name)}</Key><Size>{len(self.objects[name])}</Size>"
             "<LastModified>2026-01-02T03:04:05.000Z</LastModified></Contents>" for name in listed
-        )  # fmt: skip
+        )
         more = ""
         if len(names) > len(listed):
             more = f"<NextContinuationToken>{escape(listed[-1])}</NextContinuationToken>"

@@ -41,7 +41,7 @@ def test_all_options_can_be_set(tmp_path: Path) -> None:
         "session_token_env": None, "credentials_file": Path("/etc/s3"), "profile": "p", "ca_file": Path("/etc/ca"),
         "proxy": "http://proxy:3128", "proxy_env": None,
         "connections": 3, "timeout": 0.25,
-    }  # fmt: skip
+    }
 
 
 def test_a_prefix_always_ends_with_a_slash() -> None:
@@ -65,7 +65,7 @@ def test_a_prefix_always_ends_with_a_slash() -> None:
      ({"access_key_env": "s3cr3t/x", "secret_key_env": "B"}, "access_key_env"),
      ({"access_key_env": "A", "secret_key_env": "B", "credentials_file": "/x"}, "not both"),
      ({"proxy_env": "http://me:s3cr3t@p:1"}, "proxy_env"), ({"proxy": "http://p", "proxy_env": "P"}, "not both")],
-)  # fmt: skip
+)
 def test_invalid_values_are_refused_by_name_and_without_secrets(
     tmp_path: Path, changes: dict[str, Any], word: str
 ) -> None:

@@ -28,7 +28,7 @@ INVALID = {
     "another document": reply(200, b"<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"),
     "a token with a line end": reply(200, SESSION.replace(b"a-session", b"a\nx: y")),
     "too long": reply(200, b"<CreateSessionResult>" + b" " * (1 << 20) + b"</CreateSessionResult>"),
-}  # fmt: skip
+}
 
 
 @pytest.fixture

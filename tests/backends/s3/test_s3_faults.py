@@ -33,7 +33,7 @@ from hicache_lab.conformance import (
     make_keys,
     soon,
     store_chain,
-)  # fmt: skip
+)
 from tests.backends.s3.bucket import CODEC, PAGE, PATIENCE_S, errors, moves_pages, name, open_on, opened, options
 from tests.backends.s3.stub import Answer, Request, StubS3, error, etag_of, reply
 from tests.certificates import make_certificates
@@ -142,7 +142,7 @@ REPLIES: dict[str, tuple[str, Callable[[bytes], bytes], str, str]] = {
     **{f"cut after {head!r}": (head, lambda data: b"", "close", "protocol") for head in (
         "content-length: 1", "etag: \"x\"\r\ncontent-length: 12", "content-length: 12\r\netag: \"", "content-le", "",
     )},
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("what", REPLIES)
@@ -228,7 +228,7 @@ def test_a_damaged_page_that_was_replaced_stays(store: Subject, stub: StubS3) ->
     (error(404, "NoSuchKey"), {}), (reply(404), {}), (error(409, "ConditionalRequestConflict"), {}),
     (error(412, "PreconditionFailed"), {}), (error(404, "NoSuchBucket"), {"no_bucket": 1}),
     (error(403, "AccessDenied"), {"access_denied": 1}),
-])  # fmt: skip
+])
 def test_a_damaged_page_that_another_engine_removed_or_replaced_is_not_an_error(
     store: Subject, stub: StubS3, answer: Answer, expected: dict[str, int]
 ) -> None:

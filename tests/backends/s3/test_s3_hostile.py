@@ -48,7 +48,7 @@ def damaged(etag: str) -> Callable[[Request], Answer | None]:
     ("etag", "sent"),
     [('"abc"', True), ('W/"abc"', True), ("abc", False), ('"a"b"', False), ('"\xe9"', False),
      *((f'"a{split}x-injected: 1"', False) for split in ("\n", "\r", "\x00", "\x0b", "\x7f", "\n "))],
-)  # fmt: skip
+)
 def test_an_etag_is_sent_only_if_it_is_an_entity_tag(store: Subject, stub: StubS3, etag: str, sent: bool) -> None:
     """An invalid tag is only compared with that of a second reply. A tag that ends its header also makes the reply
     invalid."""
@@ -67,7 +67,7 @@ def test_an_etag_is_sent_only_if_it_is_an_entity_tag(store: Subject, stub: StubS
     ("target", "headers"),
     [("/a\r\nx: y", {}), ("/a b", {}), ("/\x00", {}), ("/\xe9", {}), ("a", {}), ("/a", {"if-match": "a\nx: y"}),
      ("/a", {"if-match": "a\r"}), ("/a", {"x": "\x00"}), ("/a", {"x": "\ud800"}), ("/a", {"x y": "z"})],
-)  # fmt: skip
+)
 def test_a_request_with_a_forbidden_character_is_not_sent(target: str, headers: dict[str, str]) -> None:
     with pytest.raises(StoreError) as caught:
         request_head("GET", target, headers)
@@ -120,7 +120,7 @@ def test_a_listing_with_a_cycle_of_tokens_is_an_error(stub: StubS3) -> None:
     raw, tokens = StoredPages(S3Driver(None, options(stub.url)), "s3"), itertools.cycle("abcde")
     stub.fault = lambda request: reply(
         200, f"<ListBucketResult>{PART}<NextContinuationToken>{next(tokens)}</NextContinuationToken></ListBucketResult>"
-        .encode())  # fmt: skip
+        .encode())
     with pytest.raises(BackendUnavailable, match="repeats an earlier token"):
         list(raw.pages())
     raw.close()
@@ -150,7 +150,7 @@ def test_parsing_takes_at_most_a_small_multiple_of_a_documents_bytes() -> None:
         f'<!DOCTYPE x [<!ENTITY a0 "ha">{laughs}]><Error><Code>&a8;</Code></Error>',
         "<x " + " ".join(f"a{n}=''" for n in range(100_000)) + "/>", "<x>" + "<y/>" * (LISTING_BYTES_MAX // 4) + "</x>",
         "<x>" * (LISTING_BYTES_MAX // 3), "<x>" + "".join(f"<e{n}/>" for n in range(500_000)) + "</x>",
-    ):  # fmt: skip
+    ):
         with pytest.raises(StoreError):
             read_document(body.encode())
     entry = "<Contents><Key>k</Key><Size>1</Size><Owner><ID>x</ID><DisplayName>y</DisplayName></Owner></Contents>"
@@ -191,7 +191,7 @@ def test_redirections_are_not_followed_and_regions_are_not_requested(stub: StubS
         stub.fault = lambda request: reply(
             status, b"<Error><Code>PermanentRedirect</Code><Region>eu-west-1</Region></Error>",
             location=elsewhere.url + "/pages/x", x_amz_bucket_region="eu-west-1",
-        )  # fmt: skip
+        )
         store.backend.batch_exists(KEYS[:1], deadline=soon())
         assert load(store, KEYS[:1]) == [GET_ERROR]
         assert stub.methods() == ["HEAD", "GET"] and not elsewhere.connections

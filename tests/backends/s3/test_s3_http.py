@@ -52,7 +52,7 @@ def received(pair: tuple[Connection, socket.socket], data: bytes, bytes_max: int
      ("transfer-encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n", b"hello"),
      ("Transfer-Encoding: chunked\r\n\r\n3;x=y\r\nhel\r\n2\r\nlo\r\n0\r\ntrailer: x\r\n\r\n", b"hello"),
      ("\r\nhello", b"hello")],
-)  # fmt: skip
+)
 def test_a_small_body_may_use_any_framing_of_http(
     pair: tuple[Connection, socket.socket], body: str, expected: bytes
 ) -> None:
@@ -70,7 +70,7 @@ def test_interim_replies_are_skipped(pair: tuple[Connection, socket.socket]) -> 
      "transfer-encoding: chunked\r\n\r\nxyz\r\n", "transfer-encoding: chunked\r\n\r\n-5\r\nhello\r\n0\r\n\r\n",
      "transfer-encoding: chunked\r\n\r\nfffffffff\r\n", "transfer-encoding: chunked\r\n\r\n3e9\r\n",
      "\r\n" + "x" * 2000, "a b\r\n\r\n"],
-)  # fmt: skip
+)
 def test_a_small_body_that_is_cut_or_too_long_is_refused(pair: tuple[Connection, socket.socket], body: str) -> None:
     with pytest.raises(StoreError):
         received(pair, f"HTTP/1.1 200 OK\r\n{body}".encode())
@@ -93,7 +93,7 @@ def test_any_bytes_are_a_head_or_refused(noise: bytes, starts_well: bool) -> Non
 
 @pytest.mark.parametrize("line", [
     "HTTP/1.1 \u0662\u0660\u0660 OK", "HTTP/1.1 2\u00b20 OK", "HTTP/1.1 20 OK", "HTTP/1.1 2000 OK", "HTTP/1.1 -20 OK",
-])  # fmt: skip
+])
 def test_a_status_with_non_ascii_digits_is_refused(line: str) -> None:
     for encoding in ("utf-8", "latin-1"):
         with pytest.raises(StoreError, match="protocol"):
@@ -186,7 +186,7 @@ def test_a_limit_of_the_size_has_a_kind_of_its_own(status: int, code: str) -> No
     "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: certificate has expired (_ssl.c:1006)",
     "[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed: certificate is not yet valid (_ssl.c:1006)",
     "[SSL: SSLV3_ALERT_CERTIFICATE_EXPIRED] sslv3 alert certificate expired (_ssl.c:1006)",
-])  # fmt: skip
+])
 def test_a_certificate_outside_its_dates_has_a_kind_of_its_own(words: str) -> None:
     assert kind_of_exception(ssl.SSLError(1, words)) is ErrorKind.CERTIFICATE_EXPIRED
     assert kind_of_exception(ssl.SSLError(1, "[SSL] certificate verify failed: self-signed")) is ErrorKind.TLS
@@ -207,7 +207,7 @@ def test_a_real_server_accepts_the_documented_lifecycle_rule(
     environment = {
         **os.environ, "AWS_ENDPOINT_URL": bucket.url, "AWS_ACCESS_KEY_ID": os.environ["S3_ACCESS_KEY"],
         "AWS_SECRET_ACCESS_KEY": os.environ["S3_SECRET_KEY"], "AWS_DEFAULT_REGION": "us-east-1",
-    }  # fmt: skip
+    }
     program = program.replace('"pages"', repr(bucket.name))
     ran = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, check=False, capture_output=True,

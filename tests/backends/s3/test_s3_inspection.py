@@ -94,7 +94,7 @@ def test_a_failure_is_an_error_for_an_operator(raw: StoredPages, stub: StubS3) -
     verbs: list[Callable[[], object]] = [
         lambda: list(raw.pages()), lambda: raw.read(page, 1), lambda: raw.write(page, b"x", None),
         lambda: raw.remove([page]),
-    ]  # fmt: skip
+    ]
     for verb in verbs:
         with pytest.raises(BackendUnavailable, match="throttled"):
             verb()

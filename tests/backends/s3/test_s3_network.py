@@ -57,7 +57,7 @@ def test_an_untrusted_certificate_is_reported_at_start(
         for place, ca_file in (
             (f"127.0.0.1:{proxy.port}", None), (f"127.0.0.1:{proxy.port}", make_certificates(tmp_path).ca_file),
             (f"127.0.0.2:{elsewhere.port}", ours),
-        ):  # fmt: skip
+        ):
             with pytest.raises(BackendUnavailable, match=r"tls: .*ca_file"):
                 store_of(S3Driver, CODEC, options(f"https://{place}", bucket=bucket.name, ca_file=ca_file))
         chosen = options(f"https://127.0.0.1:{proxy.port}", unique_prefix, bucket=bucket.name, ca_file=ours)
@@ -156,7 +156,7 @@ def test_tls_passes_through_a_proxy_that_cannot_read_it(stub: StubS3, certificat
     [(b"HTTP/1.1 407 x\r\n\r\n", "unreachable"), (b"HTTP/1.1 200 x\r\n\r\nand more", "unreachable"),
      (b"HTTP/1.1 302 x\r\nlocation: http://h/\r\n\r\n", "unreachable"), (b"garbage\r\n\r\n", "protocol"),
      (b"", "timeout")],
-)  # fmt: skip
+)
 def test_a_proxy_that_does_not_connect_is_reported_at_start(
     stub: StubS3, certificates: Certificates, answer: bytes, kind: str
 ) -> None:
@@ -164,7 +164,7 @@ def test_a_proxy_that_does_not_connect_is_reported_at_start(
         chosen = options(
             server.url, proxy=f"http://127.0.0.1:{port}", ca_file=certificates.ca_file,
             connect_timeout=30.0 if answer else 0.3,
-        )  # fmt: skip
+        )
         with pytest.raises(BackendUnavailable, match=kind):
             store_of(S3Driver, CODEC, chosen)
 

@@ -26,7 +26,7 @@ NAME, TYPE = "hicache/ab/cd", "application/octet-stream"
 # Headers that are not a part of a signature, and differ between clients.
 _OTHERS = frozenset({
     "accept-encoding", "amz-sdk-invocation-id", "amz-sdk-request", "content-length", "expect", "user-agent",
-})  # fmt: skip
+})
 SESSION = (
     b"<CreateSessionResult><Credentials><SessionToken>a-session</SessionToken><SecretAccessKey>its-key</SecretAccessKey>"
     b"<AccessKeyId>ITSID</AccessKeyId><Expiration>2099-01-01T00:00:00Z</Expiration></Credentials></CreateSessionResult>"
@@ -69,7 +69,7 @@ def botocore_client(place: StubS3, *, signs_body: bool) -> Iterator[Any]:
             request_checksum_calculation="when_required", response_checksum_validation="when_required",
             s3={"addressing_style": "path", "payload_signing_enabled": signs_body},
         ),
-    )  # fmt: skip
+    )
     # Like this, listings have the parameters of ours.
     client.meta.events.register_last("before-parameter-build.s3", lambda params, **_: params.pop("EncodingType", None))
     yield client
@@ -108,7 +108,7 @@ def test_a_request_is_signed_as_botocores_client_signs_it(place: StubS3, ours: S
                        lambda: theirs.delete_object(Bucket=place.bucket, Key="gone", IfMatch='"x"')),
             "list": (lambda: ours.list("hicache/", None, 7, deadline=soon()),
                      lambda: theirs.list_objects_v2(Bucket=place.bucket, Prefix="hicache/", MaxKeys=7)),
-        }  # fmt: skip
+        }
         made, expected = of_one_second(place, *calls[verb], lambda request: "session" not in request.query)
     assert made == expected
     key = "ITSID" if "--x-s3" in place.bucket else "s3_access_key"

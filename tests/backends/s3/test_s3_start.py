@@ -84,7 +84,7 @@ def _file_options(stub: StubS3, path: Path, **changes: Any) -> S3StorageOptions:
 
 def test_a_private_file_gives_credentials(stub: StubS3, tmp_path: Path) -> None:
     path = _file(tmp_path, "[other]\naws_access_key_id = from-a-file\naws_secret_access_key = another-secret\n"
-                           "aws_session_token = a-token\n")  # fmt: skip
+                           "aws_session_token = a-token\n")
     seen = _watch(stub)
     store_of(S3Driver, CODEC, _file_options(stub, path, profile="other")).close()
     assert "Credential=from-a-file/" in seen[0].headers["authorization"]
@@ -107,7 +107,7 @@ def _watch(stub: StubS3) -> list[Request]:
     [("[default]\naws_access_key_id = x\naws_secret_access_key = another-secret\n", 0o604, "chmod 600"),
      ("[default]\naws_access_key_id = x\n", 0o600, "no section"), ("another-secret", 0o600, "no section"),
      ("[x]\naws_access_key_id = x\naws_secret_access_key = another-secret\n", 0o600, "[default]")],
-)  # fmt: skip
+)
 def test_an_invalid_credentials_file_is_refused_without_showing_it(
     stub: StubS3, tmp_path: Path, text: str, mode: int, word: str
 ) -> None:
@@ -118,7 +118,7 @@ def test_an_invalid_credentials_file_is_refused_without_showing_it(
 def bare_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Hide this machine's AWS configuration, and avoid network requests for credentials."""
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_PROFILE", "AWS_REGION",
-                 "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_CA_BUNDLE"):  # fmt: skip
+                 "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_CA_BUNDLE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
@@ -154,7 +154,7 @@ def machine_role() -> Iterator[tuple[str, list[str]]]:
             body = json.dumps({
                 "AccessKeyId": name, "SecretAccessKey": "another-secret", "Token": "a-token",
                 "Expiration": (datetime.now(UTC) + timedelta(minutes=5)).strftime("%Y-%m-%dT%H:%M:%SZ"),
-            }).encode()  # fmt: skip
+            }).encode()
             self.send_response(200)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
@@ -204,7 +204,7 @@ def test_the_role_of_a_machine_gives_credentials_and_renews_them(
      ({"endpoint_url": "https://[::1]:9000"}, {}, "[::1]:9000", "/pages"),
      ({"endpoint_url": "https://h.example", "path_style": False}, {}, "pages.h.example", ""),
      ({}, {"AWS_ENDPOINT_URL": "http://h.example:1"}, "h.example:1", "/pages")],
-)  # fmt: skip
+)
 def test_requests_go_to_the_endpoint_of_the_options_or_of_boto3(
     changes: dict[str, Any], environment: dict[str, str], host: str, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ from typing import Any
 _ABSENT = {
     "sgl_kernel", "flashinfer", "deep_gemm", "torchao", "decord", "torch_memory_saver", "torchvision", "gguf",
     "datasets", "soundfile",  # for SGLang's HTTP server and its test kits
-}  # fmt: skip
+}
 
 
 class _StubType(type):
@@ -197,7 +197,7 @@ _REPLACED: dict[str, Callable[[types.ModuleType], None]] = {
     "hicache.integrations.sglang_tree.tree": _books_checked, "sglang.srt.lora.layers": _adapters_not_pinned,
     "sglang.srt.models.deepseek_common.attention_backend_handler": _latent_kv_read,
     "sglang.srt.layers.attention.torch_native_backend": _windows_read_at_their_slots,
-}  # fmt: skip
+}
 
 
 class _Replacing(importlib.abc.MetaPathFinder):

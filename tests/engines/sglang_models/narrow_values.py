@@ -16,7 +16,7 @@ class _Narrow(torch.nn.Module):
         self._attention = RadixAttention(
             whole.tp_q_head_num, whole.head_dim, whole.scaling, num_kv_heads=whole.tp_k_head_num,
             layer_id=whole.layer_id, v_head_dim=value_dim,
-        )  # fmt: skip
+        )
 
     def forward(self, query: Any, keys: Any, values: Any, batch: Any) -> Any:
         narrow = values.view(len(values), self._kv_heads, self._head_dim)[..., : self._value_dim]

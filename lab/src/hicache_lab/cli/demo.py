@@ -71,12 +71,12 @@ class Settings:
 
 @click.command()
 @click.option("-c", "--config", "config_file", type=PATH, default=DEMO_CONFIG,
-              help="Configuration.  [default: configs/demo.yaml]")  # fmt: skip
+              help="Configuration.  [default: configs/demo.yaml]")
 @click.option("--set", "overrides", multiple=True, metavar="ENTRY=VALUE", help="Such as host.tokens=4096.")
 @click.option("--rounds", type=click.IntRange(1, 20), default=1, show_default=True, help="Times through all documents.")
 @click.option("--max-new-tokens", type=click.IntRange(1, 256), default=24, show_default=True, help="Per answer.")
 @click.option("--temperature", type=Number(0.0, 5.0), default=0.7, show_default=True,
-              help="0 is greedy. Sampling depends only on the position, so texts must always be equal.")  # fmt: skip
+              help="0 is greedy. Sampling depends only on the position, so texts must always be equal.")
 @click.option("--device", default="cpu", show_default=True, help="Device of the model and L1: cpu, cuda, cuda:1, ...")
 @click.option("--verify", is_flag=True, help="Also compare the KV bytes, and check all invariants at each step.")
 @click.option(
@@ -85,7 +85,7 @@ class Settings:
 @click.option(
     "--storage", type=click.Choice(STORAGES),
     help="Start this storage for the demo instead of using the configured one.",
-)  # fmt: skip
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the gains as JSON; other output goes to standard error.")
 @click.option("--restarted", is_flag=True, hidden=True)
 @log_options

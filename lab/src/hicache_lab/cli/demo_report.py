@@ -74,17 +74,17 @@ def tier_table(state: CacheStatistics) -> str:
         ("host", state.host.cached_pages, state.host.capacity_pages,
          controller.written_pages + controller.prefetched_pages, state.host.page_bytes,
          state.evicted_pages.get("host", 0)),
-    ]  # fmt: skip
+    ]
     if backend is not None and usage is not None:
         capacity = None if usage.capacity_bytes is None else usage.capacity_bytes // state.host.page_bytes
         rows.append(("storage", usage.pages, capacity or 0, controller.stored_pages, state.host.page_bytes,
-                     backend.evicted_pages))  # fmt: skip
+                     backend.evicted_pages))
     cells = [
         (TIER_NAMES[tier], f"{state.hit_tokens.get(tier, 0):,}",
          format_share(state.hit_tokens.get(tier, 0), state.prompt_tokens), f"{held:,}",
          f"{capacity:,}" if capacity else "any", format_size(moved * page_bytes), f"{evicted:,}")
         for tier, held, capacity, moved, page_bytes, evicted in rows
-    ]  # fmt: skip
+    ]
     return "\n".join(table(["tier", "hits>", "rate>", "pages>", "of>", "moved in>", "evicted>"], cells))
 
 
@@ -92,7 +92,7 @@ def queue_table(state: CacheStatistics) -> str:
     """Return operations that are queued or in flight, by direction, and the pages of L2 that they hold."""
     queues = state.controller.queues
     ways = {"L1>L2": queues.write, "L2>L1": queues.load, "lookups": queues.prefetch, "L3>L2": queues.reads,
-            "L2>L3": queues.backup, "pages reserved": queues.host_pages_reserved}  # fmt: skip
+            "L2>L3": queues.backup, "pages reserved": queues.host_pages_reserved}
     return "in flight: " + ", ".join(f"{way} {depth:,}" for way, depth in ways.items())
 
 
@@ -118,14 +118,14 @@ def time_table(cached: Sequence[Answer], restarted: Sequence[Answer]) -> str:
             f"{1000 * times['computed_s']:.0f} ms",
             f"{statistics.median(sum(a.hit_tokens.values()) for a in answers):.0f}",
             str(len(answers)),
-        ))  # fmt: skip
+        ))
     length = statistics.median(len(a.prompt) for a in cached if a.document)
     columns = ["prefix from", "speed>", "cached>", "computed>", "reused>", "pairs>"]
     return "\n".join([
         f"time to first token, {length:.0f}-token prompts,",
         "computed and cached in turns: medians",
         *table(columns, rows),
-    ])  # fmt: skip
+    ])
 
 
 def median_times(answers: Sequence[Answer]) -> dict[str, float] | None:

@@ -63,7 +63,7 @@ class Workload:
         texts = sorted(TEXTS.glob("*.txt"))
         documents = [(path.stem.replace("-", " "), head(tokenizer, path, document_tokens)) for path in texts]
         talks = [Conversation(f"conversation {i + 1}", tokens[: 256 + 16 * i]) for i, (_, tokens) in
-                 enumerate(documents[:conversations])]  # fmt: skip
+                 enumerate(documents[:conversations])]
 
         def encode(text: str) -> list[int]:
             return list(tokenizer.encode(text, add_special_tokens=False).ids)

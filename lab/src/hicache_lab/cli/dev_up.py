@@ -25,7 +25,7 @@ _LOOK_S = 0.5
 @click.option(
     "--data", type=DIRECTORY,
     help="Directory for its data. Without it, the data are removed when the server ends.",
-)  # fmt: skip
+)
 def dev_up(kind: str, port: int | None, data: Path | None) -> None:
     """Run a storage server for development until Ctrl-C: redis, valkey, s3 (SeaweedFS) or mooncake.
 

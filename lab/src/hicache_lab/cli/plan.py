@@ -52,36 +52,36 @@ def _prices(text: Any) -> Any:
 @click.command()
 @click.argument("trace", type=FILE)
 @click.option("--requests", type=click.IntRange(0, REQUESTS_MAX), default=0, show_default=True, metavar="N",
-              help="Only the first N requests, 0: all.")  # fmt: skip
+              help="Only the first N requests, 0: all.")
 @click.option("--model", metavar="NAME|PATH",
-              help=f"{', '.join(PRESETS)}, or the path of a config.json.  [default: {MODEL}]")  # fmt: skip
+              help=f"{', '.join(PRESETS)}, or the path of a config.json.  [default: {MODEL}]")
 @click.option("--token-bytes", type=click.IntRange(1, TOKEN_BYTES_MAX), metavar="N",
-              help="KV bytes of one token in all layers, in place of --model.")  # fmt: skip
+              help="KV bytes of one token in all layers, in place of --model.")
 @click.option("--page-size", type=click.IntRange(1, PAGE_SIZE_MAX), default=HiCacheConfig().page_size,
-              show_default=True, metavar="TOKENS", help="Tokens of a page, as page_size.")  # fmt: skip
+              show_default=True, metavar="TOKENS", help="Tokens of a page, as page_size.")
 @click.option("--device-size", "device_bytes", type=SIZE, default="40GiB", show_default=True, metavar="SIZE",
-              help="L1, on each node.")  # fmt: skip
+              help="L1, on each node.")
 @click.option("--host-size", "host_bytes", type=SIZE, default="200GiB", show_default=True, metavar="SIZE",
-              help="L2, on each node.")  # fmt: skip
+              help="L2, on each node.")
 @click.option("--storage-size", "storage_bytes", type=Quantity("size", _storage_size), default="2TiB",
-              show_default=True, metavar="SIZE|unlimited|none", help="L3, which all nodes share.")  # fmt: skip
+              show_default=True, metavar="SIZE|unlimited|none", help="L3, which all nodes share.")
 @click.option("--prefill-rate", type=Number(1, RATE_MAX), metavar="TOKENS",
-              help="Prompt tokens that a node computes per second.  [default: times are not computed]")  # fmt: skip
+              help="Prompt tokens that a node computes per second.  [default: times are not computed]")
 @speed_options
 @click.option("--endurance", type=Number(1e-6, 1e6), metavar="PBW",
-              help="Petabytes that can be written to L3 before its disks are worn.")  # fmt: skip
+              help="Petabytes that can be written to L3 before its disks are worn.")
 @click.option("--nodes", type=click.IntRange(1, NODES_MAX), default=1, show_default=True, metavar="N",
-              help="Nodes with their own L1 and L2; compares routings if there are several.")  # fmt: skip
+              help="Nodes with their own L1 and L2; compares routings if there are several.")
 @click.option("--routing", type=click.Choice([each.value for each in Routing]), default=Routing.PREFIX.value,
-              show_default=True, help="The node of a request.")  # fmt: skip
+              show_default=True, help="The node of a request.")
 @click.option("--prices", type=Quantity("prices", _prices), metavar="PRICES", show_default=True,
               default=",".join(f"{tier}={price:g}" for tier, price in PRICES.items()),
-              help="Relative price of a GiB of each tier. The default is an assumption.")  # fmt: skip
+              help="Relative price of a GiB of each tier. The default is an assumption.")
 @report_options("plan", csv="the found tokens over sizes")
 def plan(
     *, trace: Path, requests: int, model: str | None, token_bytes: int | None, prefill_rate: float | None,
     endurance: float | None, routing: str, **options: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Compute how large the tiers should be for a request trace, and what they are worth.
 
     TRACE is in a format of `hicache trace show`, or - for standard input. The trace is read once, and with several

@@ -60,6 +60,6 @@ def titles(plan: Plan) -> Iterator[str]:
     setup = plan.setup
     duration = "at one time" if setup.duration_s is None else f"in {format_duration(setup.duration_s)}"
     yield (f"{setup.trace}: {counted(setup.requests, 'request')} {duration}, "
-           f"{counted(plan.traffic.prompt_tokens, 'prompt token')}")  # fmt: skip
+           f"{counted(plan.traffic.prompt_tokens, 'prompt token')}")
     nodes = f", {setup.nodes} nodes, routing {setup.routing}" if setup.nodes > 1 else ""
     yield f"{setup.model}: {format_size(setup.token_bytes)} per token, pages of {setup.page_size} tokens{nodes}"

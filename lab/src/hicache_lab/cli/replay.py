@@ -62,7 +62,7 @@ _ENGINE_OPTIONS = (
                  help="Requests that run at once."),
     click.option("--waiting-max", type=click.IntRange(1, QUEUE_MAX), default=8, show_default=True,
                  help="Requests in the queue, whose pages are prefetched."),
-)  # fmt: skip
+)
 
 
 class _ReplayCommand(click.Command):
@@ -82,23 +82,23 @@ class _ReplayCommand(click.Command):
 @click.option("-c", "--config", "config_file", type=FILE, help="Configuration.  [default: configs/replay.yaml]")
 @click.option("--set", "settings", multiple=True, metavar="ENTRY=VALUE", help="Such as storage.type=memory.")
 @click.option("--requests", type=click.IntRange(0, REQUESTS_MAX), metavar="N",
-              help=f"Only the first N requests, 0: all.  [default: 0; {SYNTHETIC_REQUESTS} without TRACE]")  # fmt: skip
+              help=f"Only the first N requests, 0: all.  [default: 0; {SYNTHETIC_REQUESTS} without TRACE]")
 @click.option("--seed", type=click.IntRange(0, SEED_MAX), default=0, show_default=True, help="Synthetic trace.")
 @click.option("--model", "preset", type=click.Choice(list(PRESETS)), default="tiny", show_default=True,
-              help="The model for the KV geometry; see below.")  # fmt: skip
+              help="The model for the KV geometry; see below.")
 @click.option("--device-tokens", type=click.IntRange(1, TOKENS_MAX), metavar="N", help="Size of L1, as device.tokens.")
 @click.option("--host-tokens", type=click.IntRange(1, TOKENS_MAX), metavar="N", help="Size of L2, as host.tokens.")
 @click.option("--store", type=DIRECTORY, metavar="DIR",
-              help="Directory for stored pages.  [default: a temporary directory]")  # fmt: skip
+              help="Directory for stored pages.  [default: a temporary directory]")
 @option_group(*_ENGINE_OPTIONS)
 @click.option("--virtual", is_flag=True,
-              help="In virtual time: nothing moves, each operation takes as long as the speeds below say.")  # fmt: skip
+              help="In virtual time: nothing moves, each operation takes as long as the speeds below say.")
 @speed_options
 @click.option("--processes", type=click.IntRange(1, 64), default=1, show_default=True,
-              help="Engines on one store, each with its own tiers and a part of the requests.")  # fmt: skip
+              help="Engines on one store, each with its own tiers and a part of the requests.")
 @click.option("--routing", type=click.Choice([one.value for one in Routing]), default=Routing.ROTATE.value,
               show_default=True, callback=lambda ctx, param, value: Routing(value),
-              help="With --processes: how requests are divided.")  # fmt: skip
+              help="With --processes: how requests are divided.")
 @click.option("--whole-trace-each", is_flag=True, help="With --processes: each engine replays all requests.")
 @click.option("--device", default="cpu", show_default=True, help="Device of L1: cpu, cuda, cuda:1, ...")
 @report_options("report", csv="the samples over time")
@@ -106,7 +106,7 @@ class _ReplayCommand(click.Command):
 def replay(
     *, prefill_rate: float, settings: tuple[str, ...], device_tokens: int | None, host_tokens: int | None,
     config_file: Path | None, store: Path | None, **options: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Replay a request trace through the cache, and check every byte that comes back.
 
     TRACE is in the public Mooncake format (JSON lines with timestamp, input_length, output_length and hash_ids of
@@ -198,7 +198,7 @@ def _require_clock(options: Mapping[str, Any], store: Path | None, speeds: Speed
             raise click.UsageError("--virtual moves no bytes; remove --store and --device")
     elif speeds != Speeds(compute=speeds.compute):
         raise click.UsageError("--host-bandwidth, --storage and --like need --virtual: copies and stores have the "
-                               "speed of this machine otherwise")  # fmt: skip
+                               "speed of this machine otherwise")
 
 
 class WrongBytes(Failure):

@@ -56,7 +56,7 @@ def _figures(result: ReplayResult) -> dict[str, float]:
         **{f"pages evicted from {name}": result.evicted_pages.get(tier, 0) for tier, name in TIER_NAMES.items()},
         "preemptions": result.requests.preempted,
         "wrong bytes": result.wrong_bytes,
-    }  # fmt: skip
+    }
 
 
 def _shown(value: float) -> str:

@@ -28,7 +28,7 @@ def progress_of(sample: Sample, job: ReplayJob) -> StepProgress:
     count = job.request_count
     total = None if count is None else count * (job.processes if job.whole_trace_each else 1)
     shares = [f"{name.partition(' ')[0]} {format_share(sample.hit_tokens.get(tier, 0), sample.prompt_tokens)}"
-              for tier, name in TIER_NAMES.items()]  # fmt: skip
+              for tier, name in TIER_NAMES.items()]
     wrong = f"{sample.wrong_bytes:,} WRONG BYTES" if sample.wrong_bytes else "0 wrong bytes"
     last = f"{sample.elapsed_s:,.0f} s virtual" if job.virtual else wrong
     return StepProgress(sample.requests, total, ", ".join([*shares, last]), "requests")
@@ -44,19 +44,19 @@ def print_summary(console: Console, result: ReplayResult) -> None:
         highlight=False,
     )
     left_out = {"too long for L1": requests.too_long, "unfinished": requests.unfinished,
-                "preempted": requests.preempted}  # fmt: skip
+                "preempted": requests.preempted}
     if any(left_out.values()):
         console.print(", ".join(f"{count:,} {what}" for what, count in left_out.items() if count), highlight=False)
     drops = [(REASONS.get(reason, reason), f"{count:,}") for reason, count in flattened_drops(result)]
     moved = [(WAY_NAMES[way], format_size(count)) for way, count in result.moved_bytes.items()]
     costs = ("call", "count>", "p50>", "p90>", "p99>", "p99.9>", "max>")
     _print_table(console, "sources of prompt tokens", ("source", "tokens>", "share>", "pages evicted>"),
-                 _source_rows(result))  # fmt: skip
+                 _source_rows(result))
     first = result.first_token
     if first.count:
         times = (first.total_us / first.count, first.p50_us, first.p90_us, first.p99_us, first.max_us)
         _print_table(console, "time to first token, in ms", ("mean>", "p50>", "p90>", "p99>", "max>"),
-                     [[milliseconds(value) for value in times]])  # fmt: skip
+                     [[milliseconds(value) for value in times]])
     _print_table(console, "bytes moved", ("way", "bytes>"), moved)
     if drops:
         _print_table(console, "work refused, skipped or failed", ("what", "count>"), drops)
@@ -121,7 +121,7 @@ def trace_facts(form: TraceFormat, requests: Iterable[TraceRequest]) -> dict[str
         "blocks": len(blocks),
         "sessions": len(sessions),
         "seen_prompt_tokens": seen,
-    }  # fmt: skip
+    }
 
 
 def facts_lines(facts: Mapping[str, Any]) -> Iterator[str]:

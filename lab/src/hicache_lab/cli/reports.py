@@ -37,7 +37,7 @@ def report_options(what: str, *, csv: str) -> Callable[[Command], Command]:
         click.option("--csv", "csv_file", type=FILE, metavar="FILE", help=f"Write {csv} as CSV."),
         click.option("--report", "html_file", type=FILE, metavar="FILE.html",
                      help=f"Write the {what} as a page with plots."),
-    )  # fmt: skip
+    )
 
 
 def check_reports(*paths: Path | None) -> None:

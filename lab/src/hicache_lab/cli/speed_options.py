@@ -42,7 +42,7 @@ _OPTIONS = (
                  help="Speed of the store.  [default: read=3GB/s,write=1GB/s,fixed=100us,parallel=4,links=2]"),
     click.option("--like", type=FILE, metavar="FILE",
                  help="Take the speed of the store from a report of `hicache doctor --json`."),
-)  # fmt: skip
+)
 NAMES = ("attention_rate", "host_bandwidth", "storage", "like")
 
 
@@ -64,7 +64,7 @@ speed_options = option_group(*_OPTIONS)
 def speeds_of(
     prefill_rate: float | None, attention_rate: float | None, host_bandwidth: float | None, storage: str | None,
     like: Path | None,
-) -> Speeds:  # fmt: skip
+) -> Speeds:
     """Return the speeds that the options name. What `--storage` names has precedence over `--like`. Raises ConfigError
     for a bad report."""
     store: StorageSpeed = _DEFAULT.storage if like is None else measured_storage(like)

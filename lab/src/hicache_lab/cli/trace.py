@@ -66,7 +66,7 @@ def record(log: Path, output: Path, block_tokens: int, force: bool) -> None:
         _write(output, recorder.requests(_lines(pieces, log)), force)
     if recorder.without_output:
         click.echo(f"{counted(recorder.without_output, 'request')} without a logged output, and so with output_length "
-                   "0; vLLM logs outputs with --enable-log-outputs", err=True)  # fmt: skip
+                   "0; vLLM logs outputs with --enable-log-outputs", err=True)
     for reason, count in recorder.left_out.items():
         click.echo(f"{counted(count, 'request')} left out: {reason}", err=True)
     if recorder.other_lines:

@@ -10,12 +10,12 @@ from .pages import NAMESPACE, OTHER_NAMESPACE, PAYLOAD_BYTES, forged, sealed
 _FLIPS = {
     "magic": 0, "tag": 10, "key": 60, "namespace": 125, "payload start": HEADER_BYTES,
     "payload end": HEADER_BYTES + PAYLOAD_BYTES - 1,
-}  # fmt: skip
+}
 # The kinds of wrong objects in the place of a page.
 DAMAGES = (
     *_FLIPS, "empty", "cut", "one byte less", "one byte more", "doubled", "zeros", "text", "another key",
     "another namespace", "its own parent", "without a tag",
-)  # fmt: skip
+)
 
 
 def damaged(codec: FrameCodec, keys: list[bytes], raw: bytes, damage: str) -> bytes:
@@ -31,4 +31,4 @@ def damaged(codec: FrameCodec, keys: list[bytes], raw: bytes, damage: str) -> by
         "another namespace": sealed(FrameCodec(OTHER_NAMESPACE, PAYLOAD_BYTES), keys[1:2])[0],
         "its own parent": forged(codec, keys[1], parent=keys[1]),
         "without a tag": sealed(FrameCodec(NAMESPACE, PAYLOAD_BYTES, tag=TagKind.NONE), keys[1:2])[0],
-    }[damage]  # fmt: skip
+    }[damage]

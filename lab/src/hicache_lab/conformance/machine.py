@@ -136,4 +136,4 @@ def run_machine(
         max_examples=examples * factor, stateful_step_count=_STEPS, derandomize=factor == 1, database=None,
         deadline=None, report_multiple_bugs=False, suppress_health_check=list(HealthCheck),
         phases=[Phase.generate, *([Phase.shrink] if shortest else [])],
-    ))  # fmt: skip
+    ))

@@ -52,7 +52,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         report.nodeid: (outcome, _OWN in map(tuple, report.user_properties))
         for category, outcome in _OUTCOMES.items()
         for report in terminalreporter.stats.get(category, ()) if report.nodeid.count("::") > 1
-    }  # fmt: skip
+    }
     text = "\n".join(_table(reports))
     if target == "-":
         terminalreporter.write_line(text)

@@ -80,7 +80,7 @@ def _run(command: list[str], *, directory: str | None = None, environ: dict[str,
     done = subprocess.run(
         command, cwd=directory, env=environ, check=True, timeout=_TIMEOUT_S,
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+    )
     return done.stdout
 
 

@@ -59,7 +59,7 @@ class MooncakeMaster(DevServer):
             f"--rpc_address={LOOPBACK}", f"--rpc_port={self.port}",
             f"--metrics_host={LOOPBACK}", f"--metrics_port={self.ports['metrics']}",
             "--logtostderr=true", *lease, *self._flags,
-        ]  # fmt: skip
+        ]
         return arguments, library_path(MOONCAKE_LIBRARIES)
 
     def serves(self) -> bool:
@@ -112,7 +112,7 @@ class MooncakeClientDaemon(DevServer):
             f"--host={LOOPBACK}", f"--port={self.port}", "--metadata_server=P2PHANDSHAKE", "--protocol=tcp",
             f"--master_server_address={self._master.address}", f"--global_segment_size={self._segment_bytes}",
             "--logtostderr=true",
-        ]  # fmt: skip
+        ]
         return arguments, {"MC_STORE_CLIENT_SETUP_RETRIES": "1", **library_path(MOONCAKE_LIBRARIES)}
 
     def serves(self) -> bool:

@@ -42,7 +42,7 @@ class SeaweedServer(DevServer):
     name: ClassVar[str] = "s3 (seaweedfs)"
     port_names: ClassVar[tuple[str, ...]] = (
         "s3", "s3.grpc", "master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc",
-    )  # fmt: skip
+    )
     start_timeout_s: ClassVar[float] = 120.0  # a restart takes 20 s on an idle machine
     grace_s: ClassVar[float] = 0.0
 
@@ -71,7 +71,7 @@ class SeaweedServer(DevServer):
             str(binary), f"-logdir={logs}", "server", f"-dir={self.data}", f"-ip={LOOPBACK}", f"-ip.bind={LOOPBACK}",
             "-s3", f"-s3.config={accounts}", "-s3.port.iceberg=0", "-s3.port.lance=0", "-master.telemetry=false",
             f"-master.volumeSizeLimitMB={_VOLUME_MB}", f"-volume.max={_VOLUMES}", *ports, *sockets,
-        ]  # fmt: skip
+        ]
         return arguments, {}
 
     @staticmethod
@@ -95,7 +95,7 @@ class SeaweedServer(DevServer):
         settings = {
             "endpoint_url": self.endpoint_url, "region_name": REGION, "config": config,
             "aws_access_key_id": self.access_key, "aws_secret_access_key": self.secret_key,
-        }  # fmt: skip
+        }
         # Its own session: creating clients with the shared default session is not thread-safe.
         return boto3.session.Session().client("s3", **{**settings, **options})
 
@@ -129,7 +129,7 @@ class SeaweedServer(DevServer):
         options = {
             "endpoint_url": self.endpoint_url, "bucket": self.bucket, "region": REGION,
             "access_key_env": ACCESS_KEY_ENV, "secret_key_env": SECRET_KEY_ENV,
-        }  # fmt: skip
+        }
         return "s3", {**options, **extra}
 
     def environ(self) -> dict[str, str]:

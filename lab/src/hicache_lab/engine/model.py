@@ -188,7 +188,7 @@ class LlamaModel:
             Span(self._rows[request.rid], request.kv_tokens,
                  request.tokens[request.kv_tokens : request.kv_tokens + count])
             for request, count in batch
-        ]  # fmt: skip
+        ]
         return _Logits(self.forward(spans), batch, begin_s)
 
     def fence(self) -> Fence | None:

@@ -163,7 +163,7 @@ class Engine:
         request = Request(
             rid, self._submitted, tokens, len(tokens), max_new_tokens, ignore_eos, key.seed, self._clock(), sampling,
             session_id, priority, _key=key,
-        )  # fmt: skip
+        )
         self._join_session(request)
         self._submitted += 1
         self._waiting.append(request)

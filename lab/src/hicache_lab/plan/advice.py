@@ -84,7 +84,7 @@ def _sizes(plan: Plan) -> Iterator[str]:
         at = "" if bend is None else (
             f" It finds most for its bytes at {format_size(bend.size.bytes)}: "
             f"{format_share(bend.found_tokens, plan.traffic.prompt_tokens)} of prompt tokens."
-        )  # fmt: skip
+        )
         yield (
             f"{name} {has}.{at} {format_size(enough.size.bytes)} would find {100 * ENOUGH_SHARE:.0f} % of the "
             f"{plan.curves[tier].points[-1].found_tokens:,} tokens that it can add."

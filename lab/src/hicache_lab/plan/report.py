@@ -63,7 +63,7 @@ def csv_report(plan: Plan) -> str:
     rows = [
         f"{tier},{point.size.bytes},{point.size.tokens},{point.found_tokens}"
         for tier, curve in plan.curves.items() for point in curve.points
-    ]  # fmt: skip
+    ]
     return "\n".join(["tier,size_bytes,size_tokens,found_tokens", *rows]) + "\n"
 
 
@@ -90,7 +90,7 @@ def _tiles(plan: Plan) -> str:
             ("", format_duration(all_.ttft_mean_s), f"mean time to first token; {format_duration(none.ttft_mean_s)} "
                                                     "without a cache"),
             ("", f"{100 * (1 - all_.prefill_s / none.prefill_s):.1f} %", "of computing saved"),
-        ]  # fmt: skip
+        ]
     return html_tiles(tiles)
 
 
@@ -151,7 +151,7 @@ def _storage(plan: Plan) -> Iterator[str]:
         yield f"<p>{escape(point[0].upper() + point[1:])}.</p>"
     title = "Bytes written to L3, by write policy"
     rows = [(name, float(policy.written_bytes), format_size(policy.written_bytes))
-            for name, policy in plan.policies.items() if policy is not None]  # fmt: skip
+            for name, policy in plan.policies.items() if policy is not None]
     if rows:
         yield captioned(title, bars(rows, colour=2, title=title)) + _table(table)
 
@@ -186,7 +186,7 @@ def _setup(plan: Plan) -> Iterator[tuple[str, str]]:
         yield f"{name} computed per second", "not given" if rate is None else f"{rate:,.0f}"
     yield "copies between L1 and L2", f"{host / 1e9:g} GB/s in each direction"
     yield "store", (f"{store.read_bytes_per_s / 1e9:g} GB/s read, {store.fixed_s * 1e6:,.0f} us per page, "
-                    f"{store.parallel} in parallel")  # fmt: skip
+                    f"{store.parallel} in parallel")
     endurance = setup.endurance_bytes
     yield "endurance of L3", "not given" if endurance is None else f"{endurance / 1e15:g} PB"
     yield "write_through_selective writes after", f"{setup.selective_hits} requests"

@@ -30,7 +30,7 @@ def tier_table(plan: Plan) -> Table:
             name, format_tier_size(plan.setup.sizes[tier]), format_share(use.found_tokens, prompt),
             format_share(use.hit_tokens, prompt), f"{more.tier_tokens:+,}",
             format_duration(more.prefill_s_per_day), "" if enough is None else format_size(enough.size.bytes),
-        ))  # fmt: skip
+        ))
     return _filled(("tier", "size>", "found>", "hits>", "next GiB finds>", "saves a day>", f"{ENOUGH} with>"), rows)
 
 
@@ -62,7 +62,7 @@ def policy_table(plan: Plan) -> Table:
             "" if policy.years is None else format_duration(policy.years * _YEAR_S),
         )
         for name, policy in plan.policies.items() if policy is not None
-    ]  # fmt: skip
+    ]
     return _filled(("write policy", "hits>", "written>", "per day>", "worn in>"), rows)
 
 
@@ -79,7 +79,7 @@ def routing_table(plan: Plan) -> Table:
             f"{name} *" if name in fleet.equal else name, format_share(sum(found.values()), prompt),
             format_share(found["device"] + found["host"], prompt), f"{100 * one.busiest_share:.1f} %",
             format_duration(one.services["all"].ttft_mean_s), equal,
-        ))  # fmt: skip
+        ))
     return _filled(("routing", "found>", "on the node>", "busiest node>", "first token>", "L3 to match best>"), rows)
 
 

@@ -66,7 +66,7 @@ class _Child:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(theirs.fileno())], stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()], start_new_session=True,
-            )  # fmt: skip
+            )
         self.send(job)
 
     def send(self, job: ReplayJob | None) -> None:

@@ -18,7 +18,7 @@ from .timing import Latency, SchedulerTimes
 WAY_NAMES: Mapping[str, str] = {
     "device_to_host": "L1 to L2", "host_to_device": "L2 to L1",
     "host_to_storage": "L2 to L3", "storage_to_host": "L3 to L2",
-}  # fmt: skip
+}
 # Descriptions of counters; a counter without one is shown by its name.
 REASONS: Mapping[str, str] = {
     **{f"skipped {reason}": text for reason, text in SKIP_REASONS.items()},
@@ -66,7 +66,7 @@ def html_report(result: ReplayResult) -> str:
 def flattened_drops(result: ReplayResult) -> list[tuple[str, int]]:
     """Return the counts of refused, skipped, damaged and failed work, by kind and reason, the most frequent first."""
     groups = {"skipped": result.skipped, "refused": result.refused, "damaged": result.damaged,
-              "failed": result.storage_errors}  # fmt: skip
+              "failed": result.storage_errors}
     drops = [
         (f"{kind} {reason}", count) for kind, counts in groups.items() for reason, count in counts.items() if count
     ]
@@ -133,7 +133,7 @@ def _tiles(result: ReplayResult) -> str:
     else:
         costs, what = result.scheduler.request_cpu, "scheduler work per request"
     tiles += [("", f"{value / 1000:,.2f} ms", f"{what}, p{percent}")
-              for percent, value in ((50, costs.p50_us), (99, costs.p99_us))]  # fmt: skip
+              for percent, value in ((50, costs.p50_us), (99, costs.p99_us))]
     return html_tiles(tiles)
 
 
@@ -160,7 +160,7 @@ def _occupancy(result: ReplayResult) -> str:
     if not samples:
         return "<p>No sample was taken.</p>"
     pages = {"device": (setup.device_pages, [s.device_pages for s in samples]),
-             "host": (setup.host_pages, [s.host_pages for s in samples])}  # fmt: skip
+             "host": (setup.host_pages, [s.host_pages for s in samples])}
     curves = [
         Curve(TIER_NAMES[tier], [100 * used / (capacity * setup.processes) for used in values], colour)
         for colour, (tier, (capacity, values)) in enumerate(pages.items())
@@ -177,7 +177,7 @@ def _occupancy(result: ReplayResult) -> str:
 def _moves(result: ReplayResult) -> str:
     moved = [(WAY_NAMES.get(way, way), float(count), format_size(count)) for way, count in result.moved_bytes.items()]
     evicted = [(TIER_NAMES[tier], float(result.evicted_pages.get(tier, 0)),
-                f"{result.evicted_pages.get(tier, 0):,}") for tier in TIER_NAMES]  # fmt: skip
+                f"{result.evicted_pages.get(tier, 0):,}") for tier in TIER_NAMES]
     return captioned(
         "Bytes moved between tiers", bars(moved, colour=1, title="Bytes moved between tiers")
     ) + captioned("Pages evicted, by the tier they left", bars(evicted, colour=2, title="Pages evicted by tier"))
@@ -201,16 +201,16 @@ def _times(times: SchedulerTimes) -> Iterator[str]:
         (name.replace("cpu", "processor time"), f"{found.count:,}", *(f"{value / 1000:.3f}" for value in
          (found.p50_us, found.p90_us, found.p99_us, found.p999_us, found.max_us)))
         for name, found in times.distributions().items()
-    ]  # fmt: skip
+    ]
     table = html_table(("time in ms", "count", "p50", "p90", "p99", "p99.9", "max"), rows)
     calls = sorted(times.calls.items(), key=lambda call: -call[1].cpu_s)
     where = bars(
         [(name, call.cpu_s, f"{call.cpu_s:.3f} s in {call.calls:,}") for name, call in calls],
         colour=0, title="Processor time of the scheduler's thread, by call",
-    )  # fmt: skip
+    )
     yield _percentile_figure(times.request_cpu, times.request_elapsed) + table + captioned(
         "Processor time of the scheduler's thread, by call", where
-    )  # fmt: skip
+    )
 
 
 def _percentile_figure(cpu: Latency, elapsed: Latency) -> str:
@@ -225,7 +225,7 @@ def _percentile_figure(cpu: Latency, elapsed: Latency) -> str:
     ]
     shown = {0.0: "0", 50.0: "50", 90.0: "90", 99.0: "99", 99.9: "99.9", 100.0: "max"}
     x = Axis(positions[0], positions[-1], [(-_distance(p), text) for p, text in shown.items()],
-             "percentile of requests")  # fmt: skip
+             "percentile of requests")
     least = min(curves[0].values[0], REQUEST_GOAL_MS / 10)
     y = log_axis(least, max(elapsed.max_us / 1000, REQUEST_GOAL_MS * 10), "ms per request", lambda ms: f"{ms:g}")
     plot = lines(x, y, positions, curves, title="Scheduler time per request, by percentile")
@@ -269,7 +269,7 @@ def _setup(result: ReplayResult) -> str:
             ("copies between L1 and L2", f"{format_size(host)}/s in each direction"),
             ("store", f"{format_size(store.read_bytes_per_s)}/s read, {format_size(store.write_bytes_per_s)}/s "
                       f"written, {store.fixed_s * 1e6:,.0f} us per operation, {store.parallel} in parallel"),
-        ]  # fmt: skip
+        ]
     if setup.speed_up is not None:
         rows.append(("latest arrival behind its time", f"{requests.late_s:.1f} s"))
     return html_table(("", ""), rows)

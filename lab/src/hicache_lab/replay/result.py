@@ -154,7 +154,7 @@ _SAMPLE = TypeAdapter(Sample)
 _LARGEST = frozenset(
     {(ReplayResult, "elapsed_s"), (Sample, "elapsed_s"), (Sample, "storage_bytes"), (Requests, "late_s"),
      (Requests, "last_end_s")}
-)  # fmt: skip
+)
 
 
 def samples_csv(result: ReplayResult) -> str:

@@ -45,7 +45,7 @@ class Replay:
     def __init__(
         self, cache: TreeCache, job: ReplayJob, *, clock: Clock = SYSTEM_CLOCK,
         is_stopped: Callable[[], bool] = never,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.job = job
         self.cache = cache
         self.complete = False  # `run` has reached its end
@@ -55,10 +55,10 @@ class Replay:
         self.first_token = Histogram()
         self.series = Series()
         self.model = StandIn(cache.device, job.speeds.compute, decode_step_s=job.decode_step_s,
-                             has_bytes=not job.virtual, clock=clock, is_stopped=is_stopped)  # fmt: skip
+                             has_bytes=not job.virtual, clock=clock, is_stopped=is_stopped)
         bounds = EngineOptions(
             running_max=job.running_max, waiting_max=job.waiting_max, prefill_tokens_max=job.prefill_tokens_max,
-        )  # fmt: skip
+        )
         self.engine = Engine(self.model, cache if job.virtual else self.times.watch(cache), bounds, clock=clock)
         self._trace = job.requests_of_trace()
         self._next = next(self._trace, None)

@@ -196,7 +196,7 @@ class StandIn:
 
     def _next_tokens(self, batch: Batch) -> list[int]:
         return [self._known[request.rid].next_token(request.kv_tokens + count - request.prompt_tokens)
-                for request, count in batch]  # fmt: skip
+                for request, count in batch]
 
     def _compute_layers(self, took_s: float) -> float:
         """Wait for the load in flight, and return the time at which a forward of `took_s` ends that computes each layer
@@ -239,7 +239,7 @@ class StandIn:
             self._known[request.rid].compared = True
             kv = request.held_kv()
             for tier, tokens in zip(TIERS, (kv.device_hit_tokens, kv.host_hit_tokens, kv.storage_hit_tokens),
-                                    strict=True):  # fmt: skip
+                                    strict=True):
                 last = first + tokens // self.pool.geometry.page_size
                 self.counts.wrong[tier] += int(wrong[first:last].sum())
                 first = last

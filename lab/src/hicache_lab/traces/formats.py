@@ -119,7 +119,7 @@ class BailianParser:
         return TraceRequest(
             index, round(1000 * time_s, 3), input_length, output_length, ids[1:], _BAILIAN_BLOCK_TOKENS,
             self._root(fields, where),
-        )  # fmt: skip
+        )
 
     def _root(self, fields: Mapping[str, Any], where: str) -> int:
         """Return the first chat of the conversation: of a chat whose parent is not in the file, the parent."""

@@ -56,7 +56,7 @@ KINDS: Mapping[str, Kind] = {
         share=0.2, shared_prompts=1, shared_tokens=600, first_tokens=9000, turn_tokens=60, output_tokens=250,
         turns_mean=2.5, pause_s=45,
     ),
-}  # fmt: skip
+}
 SESSIONS_PER_S = 1.0
 # The context of models with 128 Ki tokens; a session that reaches it ends.
 CONTEXT_TOKENS = 120_000

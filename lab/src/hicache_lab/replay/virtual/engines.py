@@ -138,7 +138,7 @@ def _cache(job: ReplayJob, clock: VirtualClock, table: Table | None) -> HiRadixC
     controller = HiCacheController(
         host, copies, _storage(job, namespace, clock, table), config, rates=len(Rates()), workers=VirtualWorkers,
         clock=clock,
-    )  # fmt: skip
+    )
     return HiRadixCache(
         device, host, controller, break_even=BreakEven(config.break_even, geometry.payload_bytes)
     )
@@ -151,4 +151,4 @@ def _storage(job: ReplayJob, namespace: Namespace, clock: VirtualClock, table: T
     return Store(
         TableDriver(table), codec, job.config.storage.guard, name=job.config.storage.type, clock=clock,
         workers=VirtualWorkers,
-    )  # fmt: skip
+    )
