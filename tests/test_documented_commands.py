@@ -80,7 +80,7 @@ def reason(command: str) -> str | None:
 
 TEXTS = {
     str(path.relative_to(ROOT)): path.read_text(encoding="utf-8")
-    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+    for path in sorted([*ROOT.glob("*.md"), ROOT / "lab/README.md", *(ROOT / "docs").rglob("*.md")])
 }
 PAGES = {page: found for page, text in TEXTS.items() if (found := examples(text))}
 RUN = {page: run for page, found in PAGES.items() if (run := [one for one in found if reason(one[0]) is None])}
