@@ -57,7 +57,7 @@ def test_the_reference_has_each_public_name(site: Path) -> None:
     inventory = (site / "objects.inv").read_bytes().split(b"\n", 4)[4]
     names = {line.split()[0].rpartition(".")[2] for line in zlib.decompress(inventory).decode().splitlines()}
     assert set(hicache.__all__) - {"__version__"} <= names
-    assert {"TreeCache", "HostCache", "Driver", "Store", "Storage", "StoredPages", "HiCacheConfig"} <= names
+    assert {"TreeCache", "HostCache", "Driver", "Store", "StoreGroup", "Verbs", "StoredPages", "HiCacheConfig"} <= names
 
 
 def test_the_reference_has_each_command(site: Path) -> None:

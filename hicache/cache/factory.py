@@ -107,8 +107,7 @@ def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
     l2_pages = host_pages(config.host, geometry, l1_pages) if config.prefix_cache else 0
     page_bytes = geometry.payload_bytes
     if ranks is not None:
-        _require_same(ranks, config, namespace)
-        l1_pages, l2_pages, page_bytes = _agreed_sizes(ranks, l1_pages, l2_pages, page_bytes)
+        l1_pages, l2_pages, page_bytes = _agreed_sizes(ranks, config, namespace, l1_pages, l2_pages)
 
     def build(undo: ExitStack) -> HiRadixCache | ChunkCache:
         if device_blocks is not None:
@@ -277,21 +276,22 @@ def _own_host(config: HiCacheConfig, shape: PageShape) -> HostPool:
 
 
 def _agreed_sizes(
-    ranks: RankGroup, l1_pages: int, l2_pages: int | Callable[[], int], page_bytes: int
+    ranks: RankGroup, config: HiCacheConfig, namespace: Namespace, l1_pages: int, l2_pages: int | Callable[[], int]
 ) -> tuple[int, int, int]:
     """Return the pages of the smallest L1 and L2, and the bytes of the longest page: its size differs between pipeline
-    stages.
+    stages. Raises RankError as `_require_same`.
 
     Raises ConfigError for a share of the memory with several ranks: their pools must be equal, but each would take its
     share of what the others have left.
     """
+    _require_same(ranks, config, namespace)
     if callable(l2_pages):
         if ranks.size > 1:
             raise ConfigError(
                 f"host.size: a share needs one pool per machine; with {ranks.size} ranks write a size: 64GiB"
             )
         l2_pages = l2_pages()
-    numbers = np.array([l1_pages, l2_pages, -page_bytes], dtype=np.int64)
+    numbers = np.array([l1_pages, l2_pages, -namespace.shape.payload_bytes], dtype=np.int64)
     l1_least, l2_least, longest = ranks.agree(numbers).tolist()
     return l1_least, l2_least, -longest
 

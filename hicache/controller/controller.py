@@ -18,8 +18,8 @@ With ranks (see `agreement`), `poll` acknowledges operations that have ended on 
 ranks decide identically. Time, measurements and readiness of storage are also agreed on, and latched once per step.
 `gate` decides whether storage may be used; callers check it before they submit a lookup or a store.
 
-All queues are in one class because they have the same rules for bounds, acks and agreement: a class for each direction
-would forward every call.
+Longer than 500 lines because all queues are in one class: they have the same rules for bounds, acks and agreement, and
+a class for each direction would forward every call.
 
 Locking design: the scheduler thread makes every call of this class, except for `read_apart` (see `StorageExecutor`),
 and owns its counters, so no lock is needed. Workers return finished operations through one queue (`storage`). The

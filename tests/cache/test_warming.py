@@ -14,7 +14,7 @@ from hicache.cache.tiered import Warming
 from hicache.config import TransferConfig
 from hicache.config.integrity import IntegrityConfig
 from hicache.controller import ReadOperation
-from hicache.errors import BackendError, InvalidInput
+from hicache.errors import InvalidInput
 from hicache.frame import Compression, FrameCodec, PageBuffer
 from hicache.keys import PAGE_KEY_BYTES, RadixKey
 from tests.cache.host_world import HostWorld
@@ -249,23 +249,6 @@ def test_a_page_that_is_not_a_hit_ends_the_piece(outcome: GetOutcome) -> None:
     assert warm(world, prompt(*range(1, 9), tail=0)) == 5 and changed == [4, 4]
     backend.change = None
     assert warm(world, KEY) == 3
-
-
-def test_a_hit_without_the_page_is_an_error_and_does_not_count() -> None:
-    def change(outcomes: list[GetOutcome], pages: Sequence[PageBuffer]) -> None:
-        frame = pages[3]
-        assert isinstance(frame, memoryview)
-        frame[:] = bytes(len(frame))
-
-    backend = filled(Answers(), KEY)
-    backend.change = change
-    world = World(backend=backend)
-    warming = begin(world, KEY)
-    with pytest.raises(BackendError, match="has not filled"):
-        world.controller.read_apart(read_of(warming))
-    backend.change = None
-    assert end(world, warming) == 0  # of the batch; the pages of earlier batches count
-    assert warm(world, KEY) == 8
 
 
 @pytest.mark.parametrize("compression", [None, Compression()])

