@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from tests.waiting import wait_for
+
 from .process import serve
 from .sglang_scheduler import scheduled
 
@@ -87,6 +89,12 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         kit = insert_walk.SegmentLockFuzzFixtures()
         kit.cfg = CacheConfig(page_size=options["page_size"])
         kit._run_seed(seed)
+
+        def copied() -> bool:
+            tree.check_hicache_events()
+            return bool(tree.protected_size() == 0)
+
+        wait_for(copied)  # a node is locked while its copy to the host is in flight
         sizes = {"free": allocator.available_size(), "evictable": tree.evictable_size()}
         return {"locks": adapter.locks, "protected": tree.protected_size(), **sizes}
 

@@ -147,6 +147,6 @@ def tree(llama: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engi
 @pytest.mark.parametrize("seed", seeds(5))
 def test_random_inserts_locks_and_evictions(tree: EngineProcess, seed: int) -> None:
     found = tree.call("run_seed", seed=seed)
-    assert found["locks"] > 10
+    assert found["locks"] > 5
     assert found["protected"] == 0
     assert found["free"] + found["evictable"] == TREE_TOKENS
