@@ -30,6 +30,7 @@ from .header import (
     FIXED,
     FRAME_ALIGN,
     HEADER_BYTES,
+    KEY,
     KEY_ID,
     LENGTH_AND_KEY,
     MAGIC,
@@ -272,7 +273,7 @@ class FrameCodec:
         """True if the header of `page` claims to be the page `key` of this namespace. Does not verify the tag. Takes a
         microsecond."""
         header = header_of(page)
-        return header[:8] == MAGIC and header[56:88] == key and header[NAMESPACE] == self.namespace
+        return header[:8] == MAGIC and header[KEY] == key and header[NAMESPACE] == self.namespace
 
     def is_tagged(self, frame: memoryview) -> bool:
         """True if a plain frame claims to have a tag of this codec's kind, which `check` can verify."""
@@ -297,7 +298,7 @@ class FrameCodec:
         """Return the page key and the parent key that a plain frame claims. Return None if it is not sealed, or if this
         codec would reject it with any tag. Does not verify the tag."""
         header = bytes(frame[:HEADER_BYTES])
-        key, parent = header[56:88], header[PARENT]
+        key, parent = header[KEY], header[PARENT]
         if not self.is_tagged(frame) or header[ENCODING] or self._refusal(header, key, len(frame)) is not None:
             return None
         return key, None if parent == NO_PARENT else parent

@@ -44,6 +44,7 @@ VERSION_AND_KIND: Final = slice(36, 39)
 ENCODING: Final = 39
 KEY_ID: Final = slice(40, 48)
 LENGTH_AND_KEY: Final = slice(48, 88)
+KEY: Final = slice(56, 88)
 PARENT: Final = slice(88, 120)
 NAMESPACE: Final = slice(120, 152)
 STORED: Final = slice(152, 160)
