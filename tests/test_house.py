@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-MODULES = sorted((ROOT / "hicache").rglob("*.py"))
+MODULES = sorted([*(ROOT / "hicache").rglob("*.py"), *(ROOT / "lab/src").rglob("*.py")])
 TEXT_SUFFIXES = {".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".sh", ""}
 # Environments, caches and outputs: not part of the source.
 NOT_SOURCE = {".git", ".venv", ".venv-engines", ".venv-peers", ".mypy_cache", ".ruff_cache", ".pytest_cache",

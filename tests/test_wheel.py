@@ -146,7 +146,8 @@ def test_the_product_has_no_model_and_the_laboratory_has_every_file(dist: Path, 
     files = {path for path in (source / "hicache_lab").rglob("*") if path.is_file() and path.suffix != ".pyc"}
     expected = {str(path.relative_to(source)) for path in files}
     assert {name for name in names if not name.endswith("/") and ".dist-info/" not in name} == expected
-    assert "hicache_lab/engine/assets/model/model.safetensors" in expected
+    assert {"hicache_lab/engine/assets/model/model.safetensors", "hicache_lab/py.typed"} <= expected
+    assert [name for name in names if name.endswith("/licenses/LICENSE")]
 
 
 def test_the_sdist_has_each_source_once(sdist: Path, repository: Path) -> None:

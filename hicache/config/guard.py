@@ -41,7 +41,7 @@ class GuardConfig(Section):
     # The share of failures in the last calls that also opens it: such a store costs more time than it saves.
     failure_share: ClassVar[float] = 0.5
     # The back-off before a failed store is probed; each failed probe doubles it. A recovered store is used after about
-    # the longest one; one probe in that time is no load for a store.
+    # the longest one; one probe in that time hardly loads a store.
     backoff_min: ClassVar[float] = 0.5
     backoff_max: ClassVar[float] = 5.0
     # The time limit of a probe: enough for large pages in a distant bucket. Only a store that is off waits for it.
