@@ -99,6 +99,7 @@ SYSTEM_TIME = {
     "tiers/copy_cuda.py": "events of CUDA, the end of threads",
     "tiers/copy_paths.py": "events of CUDA",
     "tiers/copy_thread.py": "copies between device and host, the end of threads",
+    "tiers/trailing.py": "the end of threads",
     "tiers/shared.py": "another process that creates the memory",
     "tracing.py": "the end of the process",
 }

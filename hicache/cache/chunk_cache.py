@@ -12,7 +12,7 @@ Invariant, verified by `check()`: used pages of L1 = pages held by requests.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from ..errors import InvalidInput, InvariantError
 from ..events import EventStream, Publisher
 from ..keys import RadixKey, require_epoch
 from ..radix import Match, Peek, RadixTree, make_policy
-from ..tiers import Fence, KVPool, Transfer
+from ..tiers import Fence, KVPool, TrailingPool, Transfer
 from ..types import NO_PAGES
 from .break_even import BreakEven
 from .device_tier import Eviction
@@ -31,6 +31,7 @@ from .pins import Pin
 from .recorder import EventRecorder
 from .requests import RequestKV, RunningRequests, computed_pages, missing_pages, require_beginning
 from .statistics import NO_TIER, CacheCounters, CacheStatistics, TierStatistics
+from .trailing import TrailingTier
 
 _UNDECIDED = BreakEven().statistics()
 # The time for a publisher to send its last events. There are none, so it ends at once.
@@ -40,13 +41,16 @@ CLOSE_S = 1.0
 class ChunkCache:
     """See the module's docstring; the contract of each method is in `TreeCache`. Takes plain and bigram keys."""
 
-    def __init__(self, device: KVPool, *, weights_epoch: int = 0) -> None:
+    def __init__(
+        self, device: KVPool, *, weights_epoch: int = 0, trailing: Sequence[TrailingPool] = ()
+    ) -> None:
         self.page_size = device.geometry.page_size
         self.device = device
         self.weights_epoch = require_epoch(weights_epoch)
         self._tree = RadixTree(self.page_size, make_policy("lru"))  # stays empty
         self._nothing = self._tree.match(RadixKey(b""))
         self._running = RunningRequests()
+        self._trailing = TrailingTier(trailing, device)
         self._counters = CacheCounters()
         self._caller = OwnerThread()
         self._events: EventRecorder | None = None
@@ -117,6 +121,11 @@ class ChunkCache:
         request.pages = np.concatenate((request.pages, pages))
         return True
 
+    def prepare(self, request: RequestKV, start: int, end: int) -> bool:
+        """As `TreeCache.prepare`."""
+        self._running.require(request)
+        return self._trailing.prepare(request, start, end)
+
     def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
         """Share nothing; the request keeps its pages. Raises InvalidInput as every cache does."""
         self._running.require(request)
@@ -127,6 +136,7 @@ class ChunkCache:
         self._running.require(request)
         if key is not None:
             self.cache_unfinished_req(request, key)
+        self._trailing.end(request)
         self.device.allocator.free(request.pages)
         self._running.end(request)
 
@@ -211,6 +221,7 @@ class ChunkCache:
         used, own = self.device.allocator.used_pages, self._running.check()
         if used != own:
             raise InvariantError(f"L1: {used} pages in use, {own} held by requests")
+        self._trailing.check(list(self._running), [])
 
     def drain(self, timeout_s: float) -> bool:
         """Return True: operations are never in flight."""

@@ -38,6 +38,7 @@ from ..types import NO_PAGES, PageIds
 from .break_even import BreakEven, Route
 from .host_tier import HostTier
 from .statistics import CacheCounters
+from .trailing import TrailingTier
 from .trees import Trees, require_conservation
 
 # A prompt that is computed in chunks is copied to L2 in runs of this many tokens: seconds of computing, milliseconds of
@@ -86,8 +87,8 @@ class DeviceTier:
         counters: CacheCounters,
         break_even: BreakEven,
         *,
+        trailing: TrailingTier,
         release_arrived: Callable[[], bool],
-        may_load: Callable[[Node], bool] | None = None,
     ) -> None:
         self.allocator = allocator
         self.request_pages = self.writeback_pages = 0
@@ -97,14 +98,18 @@ class DeviceTier:
         self._config = controller.config
         self._counters = counters
         self._break_even = break_even
+        self._trailing = trailing
         self._release_arrived = release_arrived
-        self._may_load = may_load  # None: all nodes
         self._backups: dict[Backup, _Run] = {}
         self._loads: dict[Load, tuple[RadixTree, Node, tracing.Span | None]] = {}
         self._halted = False
         self._is_owned = isinstance(allocator, EnginePages)
         # By page: the number of the latest fence when its last reader ended, or when it was computed.
         self._read_until = np.zeros(allocator.first + allocator.capacity, dtype=np.int64)
+
+    def pages_in_backups(self) -> list[PageIds]:
+        """Return the L1 pages of each copy to L2 in flight."""
+        return [backup.device_pages for backup in self._backups]
 
     @property
     def copies_in_flight(self) -> tuple[int, int]:
@@ -209,6 +214,8 @@ class DeviceTier:
         """Return True if the pages of a request up to `node` should wait for more of its prompt, so that `used` starts
         one copy for both: a short copy costs the scheduler as much as a long one.
         """
+        if self._trailing.pools:
+            return False  # the copy needs the slots of its pages, which the request holds no longer than necessary
         tree = self._trees.current
         missing = min(GATHER_TOKENS // tree.page_size, tree.run_pages_max, int(GATHER_SHARE * self._host.host.pages))
         while missing > 0 and node.parent is not None:
@@ -279,6 +286,7 @@ class DeviceTier:
             self.failed(backup)
             return []
         tree, node, evicts = self._backups.pop(backup)
+        self._trailing.copied(backup.device_pages)
         pages = len(backup.host_pages)
         self._host.commit(pages, tree.accept_backup(node, backup.host_pages))
         parts = list(tree.span(node, pages))
@@ -311,6 +319,9 @@ class DeviceTier:
         """Start copies of adjacent nodes, root first, all or none. `evicts` applies to the last of them."""
         tree = self._trees.current
         pages = sum(map(tree.pages, path))
+        if not all(self._trailing.may_copy(node.device) for node in path if node.device is not None):
+            self._counters.skipped["backup_without_slots"] += 1
+            return False
         if not self._controller.takes_backup(pages):
             return False
         host_pages = self._host.reserve(pages)
@@ -324,6 +335,7 @@ class DeviceTier:
             count = len(node.device)
             run = _Run(tree, node, evicts and node is path[-1])
             node.backup_pending = True
+            self._trailing.copying(node.device)
             tree.lock(node)
             self._backups[self._controller.submit_backup(node.device, host_pages[done : done + count])] = run
             done += count
@@ -450,7 +462,7 @@ class DeviceTier:
             self._controller.refused["load"] += 1
         nodes: list[Node] = []
         for node in reversed(list(tree.span(match.node, match.host_hit_pages))):
-            if self._may_load is not None and not self._may_load(node):
+            if not self._trailing.may_load(node):
                 self._counters.skipped["load_not_verified"] += 1
                 break
             if tree.pages(node) > room:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
@@ -35,6 +36,8 @@ from ..tiers import (
     HostPool,
     HostWindow,
     KVPool,
+    PooledCopies,
+    TrailingPool,
     create_copy_engine,
     create_device_pool,
 )
@@ -72,22 +75,22 @@ def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
     device_memory: DeviceMemory | None = None,
     device_blocks: EngineBlocks | None = None,
     engine_pages: EnginePages | None = None,
+    trailing: Sequence[TrailingPool] = (),
     ranks: RankGroup | None = None,
     environ: Mapping[str, str] | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> TreeCache:
-    """Build the configured cache: a HiRadixCache, with `sessions.enabled` a SessionCache, or with `prefix_cache: false`
-    a ChunkCache.
+    """Build the configured cache: a HiRadixCache, SessionCache (`sessions.enabled`), or ChunkCache (no `prefix_cache`).
 
     Allocates the pools. Except for a ChunkCache, it also opens storage and starts the workers. `namespace` contains the
     geometry, a KVGeometry; its page size must be the configured one. `device_pages` is the size of L1 if the
     configuration does not set it; `device_memory` is the memory that fractions refer to, by default the driver's
     figure. With `device_blocks`, L1 is tensors of the engine on `device`, one block per page; page 0 stays unused. With
-    `engine_pages` too, the engine also owns their free list, and the cache is an `EngineCache`. With
-    `ranks`, which must all make this call, each pool has the size of the smallest rank's, and either all ranks start or
-    none. Deadlines, expiries and back-offs are times of `clock`. Raises ConfigError, CapacityError, SharedMemoryError,
-    BackendError and RankError with what to change, and InvalidInput for an argument of another type, a PageShape and a
-    `key_hash`; then everything is stopped again.
+    `engine_pages` too, the engine also owns their free list, and the cache is an `EngineCache`. `trailing` are pools of
+    layers with a window or a state (`TrailingPool`). All `ranks` must make this call: L1 and L2 have the size of the
+    smallest rank's, and all ranks start or none. Times are those of `clock`. Raises ConfigError, CapacityError,
+    SharedMemoryError, BackendError and RankError with what to change, and InvalidInput for an argument of another type,
+    a PageShape and a `key_hash`; then everything is stopped again.
 
         >>> from hicache import HiCacheConfig, KVGeometry, Namespace, RadixKey
         >>> namespace = Namespace("weights", KVGeometry(layers=2, heads=1, head_dim=8, page_size=16))
@@ -100,14 +103,14 @@ def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
     geometry = _attention(instance("namespace", namespace, Namespace))
     known = _known_device(device)
     _require_page_size(instance("config", config, HiCacheConfig), geometry.page_size)
-    if engine_pages is not None:
-        _require_for_engine(config, device_blocks)
+    namespace = _with_pools(config, namespace, known, trailing)
+    _require_for_engine(config, engine_pages, device_blocks, trailing)
     l1_pages = _l1_pages(config, geometry, known, device_pages, device_memory, device_blocks)
     l1_pages = l1_pages if engine_pages is None else engine_pages.capacity
-    l2_pages = host_pages(config.host, geometry, l1_pages) if config.prefix_cache else 0
-    page_bytes = geometry.payload_bytes
+    l2_pages = host_pages(config.host, namespace.shape, l1_pages) if config.prefix_cache else 0
+    page_bytes = namespace.shape.payload_bytes
     if ranks is not None:
-        l1_pages, l2_pages, page_bytes = _agreed_sizes(ranks, config, namespace, l1_pages, l2_pages)
+        l1_pages, l2_pages, page_bytes = _agreed_sizes(ranks, config, namespace, l1_pages, l2_pages, trailing)
 
     def build(undo: ExitStack) -> HiRadixCache | ChunkCache:
         if device_blocks is not None:
@@ -115,12 +118,13 @@ def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
         else:
             l1 = create_device_pool(geometry, l1_pages, known)
         if not config.prefix_cache:
-            cache = ChunkCache(l1, weights_epoch=namespace.weights_epoch)
+            cache = ChunkCache(l1, weights_epoch=namespace.weights_epoch, trailing=trailing)
             undo.callback(cache.close)
             return cache
         pin = known if host_is_pinned(config.host, known.type) else None
-        l2 = open_host_pool(config, geometry, l2_pages, pin=pin, rank=None if ranks is None else ranks.rank)
-        kind = EngineCache if engine_pages is not None else SessionCache if config.sessions.enabled else HiRadixCache
+        l2 = open_host_pool(config, namespace.shape, l2_pages, pin=pin, rank=None if ranks is None else ranks.rank)
+        radix = partial(HiRadixCache, trailing=trailing)
+        kind = EngineCache if engine_pages is not None else SessionCache if config.sessions.enabled else radix
 
         def make(controller: HiCacheController, options: TieredOptions) -> HiRadixCache:
             options["position_bytes"] = BIGRAM_BYTES if config.bigram_keys else TOKEN_BYTES
@@ -129,8 +133,7 @@ def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
             return kind(l1, l2, controller, **options)
 
         with released_on_failure(l2):
-            copies = create_copy_engine(l1.blocks, HostWindow(l2), config.transfer)
-            return _start(undo, config, namespace, environ, l2, copies, make, ranks, clock)
+            return _start(undo, config, namespace, environ, l2, _copies(config, l1, l2, trailing), make, ranks, clock)
 
     return _all_or_none(config, ranks, build, clock)
 
@@ -183,6 +186,37 @@ def create_host_cache(
             return _start(undo, config, namespace, environ, l2, None, make, None, clock)
 
     return _all_or_none(config, None, build, clock)
+
+
+def _with_pools(
+    config: HiCacheConfig, namespace: Namespace, device: torch.device, trailing: Sequence[TrailingPool]
+) -> Namespace:
+    """Return the namespace with the pieces of `trailing`. Raises ConfigError for a cache that cannot have such pools.
+    """
+    if trailing and config.sessions.enabled:
+        raise ConfigError("sessions.enabled: true: not for a model with trailing pools; remove the entry")
+    for pool in trailing:
+        if instance("trailing", pool, TrailingPool).pool.device != device:
+            raise ConfigError(f"trailing: pool {pool.name} is on {pool.pool.device}, L1 on {device}; use one device")
+    return replace(namespace, more_pieces=tuple(piece for pool in trailing for piece in pool.pieces))
+
+
+def _copies(config: HiCacheConfig, l1: KVPool, l2: HostPool, trailing: Sequence[TrailingPool]) -> CopyEngine:
+    """Return the copy engine between `l2` and all pools, whose pieces follow each other in a page."""
+    end = l1.geometry.layers
+    device = create_copy_engine(l1.blocks, HostWindow(l2, 0, end), config.transfer)
+    if not trailing:
+        return device
+    parts = []
+    with ExitStack() as undo:
+        undo.callback(device.close, 1.0)
+        for pool in trailing:
+            first, end = end, end + len(pool.pieces)
+            window = HostWindow(l2, first, end - first)
+            parts.append((pool, create_copy_engine(pool.pool.blocks, window, config.transfer)))
+            undo.callback(parts[-1][1].close, 1.0)
+        undo.pop_all()
+    return PooledCopies(device, parts)
 
 
 def _all_or_none(
@@ -276,7 +310,8 @@ def _own_host(config: HiCacheConfig, shape: PageShape) -> HostPool:
 
 
 def _agreed_sizes(
-    ranks: RankGroup, config: HiCacheConfig, namespace: Namespace, l1_pages: int, l2_pages: int | Callable[[], int]
+    ranks: RankGroup, config: HiCacheConfig, namespace: Namespace, l1_pages: int, l2_pages: int | Callable[[], int],
+    trailing: Sequence[TrailingPool],
 ) -> tuple[int, int, int]:
     """Return the pages of the smallest L1 and L2, and the bytes of the longest page: its size differs between pipeline
     stages. Raises RankError as `_require_same`.
@@ -284,7 +319,7 @@ def _agreed_sizes(
     Raises ConfigError for a share of the memory with several ranks: their pools must be equal, but each would take its
     share of what the others have left.
     """
-    _require_same(ranks, config, namespace)
+    _require_same(ranks, config, namespace, trailing)
     if callable(l2_pages):
         if ranks.size > 1:
             raise ConfigError(
@@ -296,18 +331,27 @@ def _agreed_sizes(
     return l1_least, l2_least, -longest
 
 
-def _require_same(ranks: RankGroup, config: HiCacheConfig, namespace: Namespace) -> None:
+def _require_same(
+    ranks: RankGroup, config: HiCacheConfig, namespace: Namespace, trailing: Sequence[TrailingPool]
+) -> None:
     """Raises RankError on all ranks if their settings would lead to different decisions."""
     same = (
         config.model_dump(exclude=_OF_EACH_RANK), config.storage is not None,
         namespace.model, namespace.weights_epoch,
         namespace.kv_scales, namespace.quantisation, namespace.key_hash, namespace.ranks_share_pages,
+        [(pool.trailing_tokens, pool.pool.pages) for pool in trailing],
     )
     require_equal(ranks, "configuration", str(same))
 
 
-def _require_for_engine(config: HiCacheConfig, blocks: EngineBlocks | None) -> None:
-    """Raise ConfigError for settings that an `EngineCache` cannot have."""
+def _require_for_engine(
+    config: HiCacheConfig, pages: EnginePages | None, blocks: EngineBlocks | None, trailing: Sequence[TrailingPool]
+) -> None:
+    """Raise ConfigError for settings that an `EngineCache`, which has `pages` of the engine, cannot have."""
+    if pages is None:
+        return
+    if trailing:
+        raise ConfigError("engine_pages: an engine with the free list of L1 cannot have trailing pools; leave them out")
     if blocks is None:
         raise ConfigError("engine_pages: an engine with the free list of L1 has its tensors too; pass device_blocks")
     if not config.prefix_cache or config.sessions.enabled:
@@ -410,7 +454,7 @@ def storage_opener(
     def opener(epoch: int) -> Storage:
         codec = storage.codec(
             replace(namespace, weights_epoch=epoch).digest,
-            geometry.payload_bytes,
+            namespace.shape.payload_bytes,
             weights_epoch=epoch,
             label=namespace.name,
         )

@@ -67,7 +67,7 @@ def host_codecs(
     def make(epoch: int) -> FrameCodec:
         return FrameCodec(
             replace(namespace, weights_epoch=epoch).digest,
-            namespace.geometry.payload_bytes,
+            namespace.shape.payload_bytes,
             tag=TagKind[config.integrity.tag.upper()],
             mac_keys=keys,
             weights_epoch=epoch,

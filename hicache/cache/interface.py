@@ -99,6 +99,15 @@ class TreeCache(Protocol):
         InvalidInput for fewer tokens than the request began with or has shared, CapacityError for more than L1 holds.
         """
 
+    def prepare(self, request: RequestKV, start: int, end: int) -> bool:
+        """Make room in the trailing pools for a forward that computes the tokens `start` to `end - 1` of a request.
+
+        If the cache has such pools, call it before each forward, with `start` not above the end of the last one. Then
+        the pages of these tokens, and the trailing pages before `start`, have slots (`TrailingPool.slots`) until the
+        next call. Return False, and change nothing, if a pool has no room now: compute fewer tokens, or let other
+        requests end. Raises InvalidInput for tokens without a page in L1.
+        """
+
     def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
         """Share the computed KV of a running request: the whole pages of `key`, whose KV must be written.
 

@@ -10,7 +10,7 @@ nodes + reserved for operations = capacity. Device pages of a copy belong to nod
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Unpack
 
@@ -21,7 +21,7 @@ from ..controller import Acks, HiCacheController
 from ..errors import InvariantError, TransferError
 from ..keys import RadixKey
 from ..radix import Inserted, Match, Node, Peek
-from ..tiers import FailedTransfer, Fence, HostPool, KVPool, PageSource, Transfer, require_pages
+from ..tiers import FailedTransfer, Fence, HostPool, KVPool, PageSource, TrailingPool, Transfer, require_pages
 from ..types import PageIds
 from .break_even import Route
 from .device_tier import DeviceTier, Eviction
@@ -29,6 +29,7 @@ from .pins import Pin, Pins
 from .requests import RequestKV, RunningRequests, computed_pages, missing_pages, require_beginning
 from .statistics import CacheStatistics, TierStatistics
 from .tiered import TieredCache, TieredOptions
+from .trailing import TrailingTier
 
 
 class HiRadixCache(TieredCache):
@@ -40,17 +41,19 @@ class HiRadixCache(TieredCache):
     _prefetches_at_once = True
 
     def __init__(
-        self, device: KVPool, host: HostPool, controller: HiCacheController, **options: Unpack[TieredOptions]
+        self, device: KVPool, host: HostPool, controller: HiCacheController, *,
+        trailing: Sequence[TrailingPool] = (), **options: Unpack[TieredOptions],
     ) -> None:
         super().__init__(host, controller, device.allocator, **options)
         self.device = device
         self.running = RunningRequests(self._queue.leave)
+        self._trailing = TrailingTier(trailing, device, controller, self._verifier)
         self._l1 = DeviceTier(
             device.allocator, self._trees, self._l2, controller, self._counters, self.break_even,
-            release_arrived=self._prefetcher.chunked.release_arrived,
-            may_load=None if self._verifier is None else self._verifier.may_load,
+            trailing=self._trailing, release_arrived=self._prefetcher.chunked.release_arrived,
         )
-        if self._verifier is None:  # it verifies the pages that a request is about to load
+        # The verifier verifies the pages that a request is about to load; slots are filled from copies on L2.
+        if self._verifier is None and not trailing:
             self._prefetcher.chunked.promote = self._l1.promote
         self._prefetcher.may_have_room = self._may_have_room
         self._pins = Pins(controller.time_s, int(self.config.pin_host_share * host.pages))
@@ -82,7 +85,7 @@ class HiRadixCache(TieredCache):
             self.caller.refused(rid, self.running, self.device.pages)
             return None  # pages that are still being read can arrive until there is room
         self._prefetcher.conclude(rid)
-        match = tree.match(reusable)
+        match = self._match(reusable)
         needed = pages - len(match.device_pages)
         tree.lock(match.node)
         has_room = self._l1.make_room(needed)
@@ -93,14 +96,15 @@ class HiRadixCache(TieredCache):
             self.caller.refused(rid, self.running, self.device.pages)
             return None
         node, loaded, load = self._l1.load_back(tree, match, self._contexts.pop(rid, None))
-        if node is not match.node:
-            tree.lock(node)
-            tree.unlock(match.node)
+        tree.move_lock(match.node, node)
         shared = np.concatenate((match.device_pages, loaded)) if len(loaded) else match.device_pages
         own = self._l1.alloc(needed - len(loaded))
         if own is None:
             raise InvariantError("L1: no pages are free for a request after room was made for it")
         request = RequestKV(rid, key, np.concatenate((shared, own)), len(shared), tree, node, priority, load)
+        if not self._trailing.begin(request):
+            self._refuse_slots(request)
+            return None
         self.running.add(request)
         self.caller.forget_refusals(rid)
         if self._verifier is not None:
@@ -116,11 +120,20 @@ class HiRadixCache(TieredCache):
         self._queue.progress(rid, key.prompt_tokens - request.cached_tokens, self.controller.time_s())
         return request
 
+    def _refuse_slots(self, request: RequestKV) -> None:
+        """Take back the pages and the lock of a request that cannot begin."""
+        self._counters.skipped["no_slots"] += 1
+        request.tree.unlock(request.last_node)
+        self._l1.free(request.pages[request.shared_pages :])
+
     def start_loading(self) -> Transfer | None:
         """Start the loads of this step as one copy. REQUIRES: called once per step, before the forward."""
         fault, self._untold_fault = self._untold_fault, None
-        self.device.loading = self.controller.launch_loads() if fault is None else FailedTransfer(fault)
-        return self.device.loading
+        loading = self.controller.launch_loads() if fault is None else FailedTransfer(fault)
+        self.device.loading = loading
+        for pool in self._trailing.pools:
+            pool.pool.loading = loading
+        return loading
 
     def record_fence(self, fence: Fence) -> None:
         """Make the copies that start from now on wait for `fence`."""
@@ -137,6 +150,14 @@ class HiRadixCache(TieredCache):
             return False
         request.pages = np.concatenate((request.pages, pages))
         return True
+
+    def prepare(self, request: RequestKV, start: int, end: int) -> bool:
+        """As `TreeCache.prepare`."""
+        self.running.require(request)
+        prepared = self._trailing.prepare(request, start, end)
+        if not prepared:
+            self._counters.skipped["no_slots"] += 1
+        return prepared
 
     def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
         """Share the computed KV of a running request: the whole pages of `key`, whose KV must be written.
@@ -159,9 +180,11 @@ class HiRadixCache(TieredCache):
             key, request.pages[shared:full], priority=request.priority, below=request.last_node, start_page=shared,
             uses=uses,
         )
-        if inserted.present_pages:
-            self._l1.free(request.pages[shared : shared + inserted.present_pages])
-            request.pages = np.concatenate((self.tree.device_pages(inserted.node), request.pages[full:]))
+        if present := inserted.present_pages:
+            pages, duplicates = self.tree.device_pages(inserted.node), request.pages[shared : shared + present]
+            self._trailing.replace(duplicates, pages[shared : shared + present])
+            self._l1.free(duplicates)
+            request.pages = np.concatenate((pages, request.pages[full:]))
         self._l1.request_pages -= full - shared - inserted.present_pages
         self.tree.move_lock(request.last_node, inserted.node)
         request.last_node, request.shared_pages = inserted.node, full
@@ -183,6 +206,7 @@ class HiRadixCache(TieredCache):
             self.cache_unfinished_req(request, key)
         if request.gathers and request.tree is self.tree:
             self._l1.used(request.last_node)
+        self._trailing.end(request)
         self._l1.read(request.pages[: request.shared_pages])
         self._l1.free(request.pages[request.shared_pages :])
         request.tree.unlock(request.last_node)
@@ -297,6 +321,8 @@ class HiRadixCache(TieredCache):
             self._l1.written(backup)
         for loads, outcome in ((acks.loaded, "loaded"), (acks.failed_loads, "failed")):
             for load in loads:
+                if self._trailing.loaded(load):
+                    continue
                 self._l1.loaded(load, outcome)
                 self._prefetcher.chunked.loaded(load)
         for page_count, seconds in acks.load_times:
@@ -309,6 +335,12 @@ class HiRadixCache(TieredCache):
         if self._device_fault is not None:
             return False
         return self._l1.save(node) if node.host is None else super()._save(node)
+
+    def _match(self, key: RadixKey) -> Match:
+        """Return the longest cached prefix of `key` that a request can use, which trailing pools may shorten."""
+        match = self.tree.match(key)
+        pages = self._trailing.usable(match)
+        return match if pages == len(match.device_pages) else self.tree.match(key.head(pages * self.page_size))
 
     def _reusable(self, key: RadixKey) -> RadixKey:
         """Return the whole pages of `key` that may come from the cache: the last token is always computed."""
@@ -354,5 +386,6 @@ class HiRadixCache(TieredCache):
         super().check()
         self._l1.check()
         self._pins.check(self.tree)
+        self._trailing.check(list(self.running), self._l1.pages_in_backups())
         if self.running.check() > self.request_pages:
             raise InvariantError(f"L1: {self.request_pages} pages are not the tree's, requests hold more")

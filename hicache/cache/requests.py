@@ -7,7 +7,7 @@ tokens of a request, because it gets them only in the call that shares them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -42,6 +42,7 @@ class RequestKV:
     host_hit_tokens: int = 0
     storage_hit_tokens: int = 0
     ended: bool = False
+    trailing: list[tuple[int, int]] = field(default_factory=list)  # pages whose slots it holds in each trailing pool
 
     def __repr__(self) -> str:
         state = ", ended" if self.ended else ""

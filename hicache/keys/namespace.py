@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from ..arguments import LABEL_CHARACTERS_MAX, encoded, instance, model_label, whole
 from ..errors import InvalidInput
-from ..geometry import KVGeometry, PageShape, page_shape
+from ..geometry import KVGeometry, PageShape, Piece, page_shape
 
 # Part of every namespace digest: after a change of the frame or of the key scheme, old pages are not found.
 FORMAT_VERSION = 3
@@ -55,10 +55,12 @@ class Namespace:
 
     The weights: `model` is a fingerprint of them, `weights_epoch` counts their updates.
 
-    The bytes: `geometry` is the shape of one rank's page. `element_order`, one of `ELEMENT_ORDERS`, is the order of the
-    elements inside a piece. `engine_layout` is an engine's own name for the content and layout of a page, such as
-    "vllm/HNC/bf16/block16", or empty for the layout of `hicache.tiers`; with a `PageShape` it must include the dtype.
-    `quantisation` names the scheme of a quantised cache, `kv_scales` is a fingerprint of its scales.
+    The bytes: `geometry` is the shape of one rank's page. If a model has several pools, it is that of its KV pool, and
+    `more_pieces` are those of the other pools, which follow in each page; `create_cache` adds them. `element_order`,
+    one of `ELEMENT_ORDERS`, is the order of the elements inside a piece. `engine_layout` is an engine's own name for
+    the content and layout of a page, such as "vllm/HNC/bf16/block16", or empty for the layout of `hicache.tiers`; with
+    a `PageShape` it must include the dtype. `quantisation` names the scheme of a quantised cache, `kv_scales` is a
+    fingerprint of its scales.
 
     The keys: `key_hash` names the algorithm and the seed of page keys that the engine passes (`RadixKey.of_hashes`); it
     is empty for HiCache's own chain of tokens.
@@ -94,6 +96,7 @@ class Namespace:
     engine_layout: str = ""
     quantisation: str = ""
     key_hash: str = ""
+    more_pieces: tuple[Piece, ...] = ()
     label: str = field(default="", compare=False)
     digest: bytes = field(init=False, repr=False, compare=False)
 
@@ -106,7 +109,8 @@ class Namespace:
             raise InvalidInput(f"namespace: element_order {self.element_order[:40]!r} is not known; use one of {known}")
         instance("namespace: ranks_share_pages", self.ranks_share_pages, bool)
         object.__setattr__(self, "label", model_label(instance("namespace: label", self.label, str)))
-        page_shape(self.geometry)
+        instance("namespace: more_pieces", self.more_pieces, tuple)
+        shape = self.shape  # raises for a geometry or a piece of another type
         object.__setattr__(self, "weights_epoch", require_epoch(self.weights_epoch))
         for kind in ("tp", "pp", "cp", "dcp"):
             rank, size = (whole(f"namespace: {name}", getattr(self, name)) for name in (f"{kind}_rank", f"{kind}_size"))
@@ -114,7 +118,7 @@ class Namespace:
                 raise InvalidInput(f"namespace: {kind}_rank {rank} is not below {kind}_size {size}")
             object.__setattr__(self, f"{kind}_rank", rank)
             object.__setattr__(self, f"{kind}_size", size)
-        tagged = _tagged("hicache.namespace", [*self._identity(), *_shape_fields(self.geometry)])
+        tagged = _tagged("hicache.namespace", [*self._identity(), *_shape_fields(self.geometry, shape)])
         object.__setattr__(self, "digest", hashlib.sha256(tagged).digest())
 
     def _identity(self) -> list[tuple[str, bytes]]:
@@ -139,7 +143,8 @@ class Namespace:
     @property
     def shape(self) -> PageShape:
         """The pieces of one page."""
-        return page_shape(self.geometry)
+        shape = page_shape(self.geometry)
+        return PageShape(shape.tokens, (*shape.pieces, *self.more_pieces)) if self.more_pieces else shape
 
     @property
     def writes(self) -> bool:
@@ -147,10 +152,9 @@ class Namespace:
         return not self.ranks_share_pages or self.tp_rank == 0
 
 
-def _shape_fields(geometry: KVGeometry | PageShape) -> list[tuple[str, bytes]]:
+def _shape_fields(geometry: KVGeometry | PageShape, shape: PageShape) -> list[tuple[str, bytes]]:
     """Return tokens and pieces in order, and the fields of a KVGeometry: the same bytes described as PageShape and as
     KVGeometry have different namespaces."""
-    shape = page_shape(geometry)
     pieces = [pair for piece in shape.pieces for pair in _texts(piece, ("name", "bytes"))]
     fields = [*_texts(shape, ("tokens",)), ("pieces", _tagged("hicache.pieces", pieces))]
     if isinstance(geometry, KVGeometry):

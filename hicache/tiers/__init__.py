@@ -7,6 +7,7 @@ from .allocator import EnginePages, PageAllocator, PagePool, PageSource, require
 from .blocks import EngineBlocks
 from .copy import CopyEngine, FailedTransfer, Fence, JoinedTransfer, Transfer
 from .device import (
+    BlockPool,
     KVPool,
     MHATokenToKVPool,
     MLATokenToKVPool,
@@ -17,8 +18,10 @@ from .device import (
 from .host import HostPool, HostWindow
 from .shared import SharedHostPool
 from .token_allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from .trailing import PooledCopies, TrailingPool
 
 __all__ = [
+    "BlockPool",
     "CopyEngine",
     "EngineBlocks",
     "EnginePages",
@@ -34,9 +37,11 @@ __all__ = [
     "PagePool",
     "PageSource",
     "PagedTokenToKVPoolAllocator",
+    "PooledCopies",
     "RequestToTokenPool",
     "SharedHostPool",
     "TokenToKVPoolAllocator",
+    "TrailingPool",
     "Transfer",
     "create_copy_engine",
     "create_device_pool",

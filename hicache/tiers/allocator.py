@@ -7,7 +7,7 @@ Owned by the scheduler thread; no lock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Protocol, runtime_checkable
 
@@ -93,6 +93,8 @@ class PageAllocator:
         self._group: list[Indices] | None = None
         # Indexed by page: `_USED`, or another value if the page is free.
         self._marks = np.zeros(first + capacity, dtype=np.int32)
+        # Called with the pages of each `free`.
+        self.freed: list[Callable[[PageIds], None]] = []
         # 0, 1, 2 ...: created once, because numpy lets other threads run while it creates such an array.
         self._places = np.arange(capacity, dtype=np.int32)
 
@@ -141,6 +143,8 @@ class PageAllocator:
             self._group.append(index)
         else:
             self._push(index)
+        for freed in self.freed:
+            freed(pages)
 
     @contextmanager
     def free_group(self) -> Iterator[None]:

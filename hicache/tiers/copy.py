@@ -105,7 +105,7 @@ class JoinedTransfer(Transfer):
         return next((part.error for part in self._parts if part.error is not None), None)
 
     @property
-    def seconds(self) -> None:
+    def seconds(self) -> float | None:
         """Always None, because each part has its own duration."""
         return None
 

@@ -30,38 +30,30 @@ with contextlib.suppress(ImportError, AttributeError):  # an old build may lack 
     fill_slots = _native.fill_slots
 
 
-class KVPool:
-    """L1: memory as blocks, one block per page, and the allocator of the pages.
+class BlockPool:
+    """Device memory as blocks, one block per page, and the allocator of the pages.
 
     `loading` is the load that reads wait for, layer by layer. A cache sets it in `start_loading`, to None when no load
-    is in flight. An engine that has already waited may set it to None.
+    is in flight. An engine that has already waited may set it to None. `first_layer` is the number of the pool's layer
+    0 in that load: 0, unless a cache has several pools.
 
     The memory belongs to an engine, whose tensors `blocks` views, or to a subclass that allocates it. `pages` is the
     number of allocatable pages, from page `blocks.first` on and without page 0; by default all. With `owned`, the
-    engine also owns the free list, and `pages` is its capacity. Raises InvalidInput if a block does not have the bytes
-    of a page, or if there are too few blocks.
+    engine also owns the free list, and `pages` is its capacity. Raises InvalidInput if there are too few blocks.
     """
 
-    def __init__(
-        self, geometry: KVGeometry, blocks: EngineBlocks, pages: int | None = None, *, owned: EnginePages | None = None
-    ) -> None:
-        instance("device pool: geometry", geometry, KVGeometry)
+    def __init__(self, blocks: EngineBlocks, pages: int | None = None, *, owned: EnginePages | None = None) -> None:
         instance("device pool: blocks", blocks, EngineBlocks)
-        if blocks.layer_bytes != (geometry.layer_bytes,) * geometry.layers:
-            raise InvalidInput(
-                f"device pool: a page has {geometry.layers} layers of {geometry.layer_bytes} bytes, a block has "
-                f"{len(blocks.layers)} layers of {sorted(set(blocks.layer_bytes))} bytes; a page must be one block"
-            )
         first = max(1, blocks.first) if owned is None else owned.first
         if owned is not None:
             pages = owned.capacity
         pages = blocks.count - first if pages is None else whole("device pool: pages", pages)
         if not 1 <= pages <= blocks.count - first:
             raise InvalidInput(f"device pool: {pages} pages; use 1 to {blocks.count - first}, blocks from {first} on")
-        self.geometry = geometry
         self.blocks = blocks
         self.device = blocks.device
         self.loading: Transfer | None = None
+        self.first_layer = 0
         self.allocator: PagePool = PageAllocator(pages, first=first) if owned is None else owned
 
     @property
@@ -77,7 +69,27 @@ class KVPool:
         """
         if self.loading is not None:
             stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-            self.loading.wait_layer(layer, stream)
+            self.loading.wait_layer(self.first_layer + layer, stream)
+
+
+class KVPool(BlockPool):
+    """L1: the blocks of a model with equal layers.
+
+    Raises InvalidInput as `BlockPool`, and if a block does not have the bytes of a page.
+    """
+
+    def __init__(
+        self, geometry: KVGeometry, blocks: EngineBlocks, pages: int | None = None, *, owned: EnginePages | None = None
+    ) -> None:
+        instance("device pool: geometry", geometry, KVGeometry)
+        instance("device pool: blocks", blocks, EngineBlocks)
+        if blocks.layer_bytes != (geometry.layer_bytes,) * geometry.layers:
+            raise InvalidInput(
+                f"device pool: a page has {geometry.layers} layers of {geometry.layer_bytes} bytes, a block has "
+                f"{len(blocks.layers)} layers of {sorted(set(blocks.layer_bytes))} bytes; a page must be one block"
+            )
+        self.geometry = geometry
+        super().__init__(blocks, pages, owned=owned)
 
 
 class MHATokenToKVPool(KVPool):

@@ -172,7 +172,7 @@ class Stores:
         store = self._by_epoch.get(epoch)
         if store is None:
             digest = dataclasses.replace(self._namespace, weights_epoch=epoch).digest
-            codec = FrameCodec(digest, self._namespace.geometry.payload_bytes)
+            codec = FrameCodec(digest, self._namespace.shape.payload_bytes)
             store = SimulatedStorage(codec, self._pages * codec.frame_bytes, self, epoch, self._around)
             self._by_epoch[epoch] = store
         return store
