@@ -303,6 +303,7 @@ class DeviceTier:
     def failed(self, backup: Backup) -> None:
         """Handle a failed copy to L2. Its host pages stay reserved: parts of the copy may still be in flight."""
         tree, node, evicts = self._backups.pop(backup)
+        self._trailing.copied(backup.device_pages, on_host=False)
         for part in tree.span(node, len(backup.host_pages)):
             part.backup_pending = False
         tree.unlock(node)

@@ -120,13 +120,14 @@ class TrailingTier:
         if not self.pools:
             return True
         first, last = start // page_size, -(-end // page_size)
-        held = request.trailing or [(0, 0)] * len(self.pools)
-        if not self._hold([request.pages[stop:last] for _, stop in held]):
-            return False
-        kept = [max(begin, min(first - pool.trailing_pages, request.shared_pages, stop))
+        pages, held = request.pages, request.trailing or [(0, 0)] * len(self.pools)
+        kept = [(max(begin, min(first - pool.trailing_pages, request.shared_pages, stop)), stop)
                 for pool, (begin, stop) in zip(self.pools, held, strict=True)]
-        self._release([request.pages[begin:keep] for (begin, _), keep in zip(held, kept, strict=True)])
-        request.trailing = [(keep, max(last, stop)) for keep, (_, stop) in zip(kept, held, strict=True)]
+        self._release([pages[begin:keep] for (begin, _), (keep, _) in zip(held, kept, strict=True)])
+        request.trailing = kept
+        if not self._hold([pages[stop:last] for _, stop in kept]):
+            return False
+        request.trailing = [(keep, max(last, stop)) for keep, stop in kept]
         return True
 
     def replace(self, pages: PageIds, others: PageIds) -> None:
@@ -148,10 +149,10 @@ class TrailingTier:
         """Hold the slots of pages that are being copied to L2. REQUIRES: `may_copy`."""
         self._hold([pages] * len(self.pools))
 
-    def copied(self, pages: PageIds) -> None:
-        """Release the slots of pages that are on L2 now."""
+    def copied(self, pages: PageIds, *, on_host: bool = True) -> None:
+        """Release the slots of pages whose copy to L2 has ended; they are on L2 now unless it failed."""
         for pool in self.pools:
-            pool.release(pages, on_host=True)
+            pool.release(pages, on_host=on_host)
 
     def check(self, requests: Sequence[RequestKV], copying: Sequence[PageIds]) -> None:
         """Raises InvariantError if the holds are not those of `requests`, of the copies to L2 of `copying` and of the

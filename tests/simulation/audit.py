@@ -9,7 +9,7 @@ from hicache.events import EventReader, Medium, Removed, Stored
 from hicache.keys import TOKEN_BYTES, RadixKey, page_keys
 from hicache.radix import Node, RadixTree
 from tests.events.world import DescribedIndex
-from tests.simulation.memory import Finding, SimulatedDevicePool, SimulatedHostPool
+from tests.simulation.memory import Finding, SimulatedDevicePool, SimulatedHostPool, SimulatedSlots
 from tests.stamps import Stamps
 
 # A small number, so that a read usually ends in the middle of a step.
@@ -20,9 +20,11 @@ class Auditor:
     """Compares the pages that the trees name with their bytes in memory. Changes only its own records."""
 
     def __init__(
-        self, cache: HiRadixCache, device: SimulatedDevicePool, host: SimulatedHostPool, stamps: Stamps
+        self, cache: HiRadixCache, device: SimulatedDevicePool, host: SimulatedHostPool, slots: list[SimulatedSlots],
+        stamps: Stamps,
     ) -> None:
         self.pins: list[tuple[Pin, RadixKey]] = []
+        self._slots = slots
         self._cache, self._device, self._host, self._stamps = cache, device, host, stamps
         self._keys: dict[tuple[bytes, bytes], list[bytes]] = {}
         self._epochs: dict[RadixTree, int] = {}
@@ -34,6 +36,8 @@ class Auditor:
         """
         self._device.guard.require_poison()
         self._host.guard.require_poison()
+        for slots in self._slots:
+            slots.guard.require_poison()
         for tree in self._cache._trees.all():
             # This check runs after the step that creates a tree, so before the next epoch.
             epoch = self._epochs.setdefault(tree, self._cache.weights_epoch)
@@ -60,6 +64,11 @@ class Auditor:
                 pages += node.device.tolist()
                 keys += node_keys
         self._compare("L1", self._device.memory, pages, keys, self._cache.weights_epoch)
+        for index, memory in enumerate(slots.memory for slots in self._slots):
+            slots = self._cache._trailing.pools[index].slots(np.array(pages, np.int32))
+            with_slot = [key for key, slot in zip(keys, slots.tolist(), strict=True) if slot]
+            layer, epoch = len(self._device.memory) + index, self._cache.weights_epoch
+            self._compare(f"pool {index}", memory, slots[slots > 0].tolist(), with_slot, epoch, layer)
 
     def at_rest(self) -> None:
         """Check that nothing is reserved, locked or held. REQUIRES: no requests, no pins, no operations in flight."""
@@ -97,7 +106,8 @@ class Auditor:
         cache.host.free(evicted.host_pages)
         cache.host.free(cache.tree.evict_host(cache.host.pages))
         cache.check()
-        if cache.tree.node_count or cache.device.allocator.used_pages or cache.host.allocator.used_pages:
+        slots_used = any(slots.allocator.used_pages for slots in self._slots)
+        if cache.tree.node_count or cache.device.allocator.used_pages or cache.host.allocator.used_pages or slots_used:
             raise Finding("left behind", f"{cache.tree.node_count} nodes cannot be evicted")
 
     def _nodes(self, tree: RadixTree) -> list[tuple[Node, list[bytes]]]:
@@ -114,11 +124,14 @@ class Auditor:
             stack += [(child, keys[-1]) for child in node.children.values()]
         return found
 
-    def _compare(self, tier: str, blocks: np.ndarray, pages: list[int], keys: list[bytes], epoch: int) -> None:
+    def _compare(
+        self, tier: str, blocks: np.ndarray, pages: list[int], keys: list[bytes], epoch: int, first_layer: int = 0
+    ) -> None:
         if not pages:
             return
         rows = self._stamps.rows(keys, epoch)
-        wrong = (blocks[:, :, pages] != self._stamps.table[:, :, rows]).any(axis=(0, 1, 3))
+        table = self._stamps.table[first_layer : first_layer + len(blocks)]
+        wrong = (blocks[:, :, pages] != table[:, :, rows]).any(axis=(0, 1, 3))
         if wrong.any():
             raise Finding(
                 "wrong bytes",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from hicache.errors import TransferError
-from hicache.tiers import CopyEngine, Fence, HostWindow, Transfer
+from hicache.tiers import CopyEngine, Fence, HostWindow, PooledCopies, TrailingPool, Transfer
 from hicache.types import Indices, PageIds
-from tests.simulation.memory import JUNK, SimulatedDevicePool, SimulatedHostPool
+from tests.simulation.memory import JUNK, SimulatedDevicePool, SimulatedHostPool, SimulatedSlots
 
 
 class SimulatedTransfer(Transfer):
@@ -91,17 +91,18 @@ class SimulatedTransfer(Transfer):
 
 class SimulatedCopyEngine(CopyEngine):
     """Runs the copies of each direction in order, each after its fence. `fail_rate` is per piece. `failed` is True once
-    a copy has failed: the contents of the device are unknown from then on.
+    a copy has failed: the contents of the device are unknown from then on. `device` has the layers from `first` on.
     """
 
     def __init__(
-        self, device: SimulatedDevicePool, host: SimulatedHostPool, numbers: random.Random, fail_rate: float,
-        clock: Callable[[], float],
+        self, device: SimulatedDevicePool | SimulatedSlots, host: SimulatedHostPool, numbers: random.Random,
+        fail_rate: float, clock: Callable[[], float], first: int = 0,
     ) -> None:
-        super().__init__(device.blocks, HostWindow(host))
+        layers = len(device.memory)
+        super().__init__(device.blocks, HostWindow(host, first, layers))
         self.random = numbers
         self.clock = clock
-        self.device_blocks, self.host_blocks = device.memory, host.blocks
+        self.device_blocks, self.host_blocks = device.memory, host.blocks[first : first + layers]
         self._fail_rate = fail_rate
         self._queues: dict[bool, deque[SimulatedTransfer]] = {False: deque(), True: deque()}
         self.stream = device.stream
@@ -161,3 +162,29 @@ class SimulatedCopyEngine(CopyEngine):
         while self.busy:
             self.tick()
         return True
+
+
+class SimulatedPooledCopies(PooledCopies):
+    """The copies of L1 and of trailing pools, each with an engine that advances on its own."""
+
+    def __init__(
+        self, device: SimulatedCopyEngine, trailing: Sequence[tuple[TrailingPool, SimulatedCopyEngine]]
+    ) -> None:
+        super().__init__(device, trailing)
+        self._engines = [device, *(engine for _, engine in trailing)]
+
+    @property
+    def failed(self) -> bool:
+        """True once a copy has failed."""
+        return any(engine.failed for engine in self._engines)
+
+    def glance(self) -> None:
+        """As `SimulatedCopyEngine.glance`, for one of the engines."""
+        self._any().glance()
+
+    def tick(self) -> None:
+        """As `SimulatedCopyEngine.tick`, for one of the engines."""
+        self._any().tick()
+
+    def _any(self) -> SimulatedCopyEngine:
+        return self._engines[0].random.choice(self._engines)

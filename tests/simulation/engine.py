@@ -26,6 +26,8 @@ class Engine(World):
     def __init__(self, seed: int, parts: Parts) -> None:
         super().__init__(seed, parts)
         self.verified_pages = 0  # pages of which all layers were compared
+        self.verified_slots = 0
+        self._crowded = False
         self.waiting: list[Waiting] = []
         self.running: list[Running] = []
         self._talks: list[tuple[list[int], bytes]] = []  # prompts that later requests continue or repeat
@@ -86,7 +88,7 @@ class Engine(World):
             self._begin(waiting)
 
     def _begin(self, waiting: Waiting) -> None:
-        if len(self.running) >= RUNNING_MAX:
+        if len(self.running) >= RUNNING_MAX or self._crowded:
             return
         try:
             key = self.key(waiting.tokens, waiting.seed)
@@ -121,12 +123,17 @@ class Engine(World):
         for running in self.running:
             missing = self._positions(running) - running.computed
             running.chunk = self.random.randint(1, missing) if missing else 0
+            while running.chunk and not self._prepare(running):
+                running.chunk //= 2
+        self._give_way()
         spans = [self._span(running) for running in self.running]
         try:
-            for layer in range(self.device.geometry.layers):
+            for layer in range(self.setting.all_layers.layers):
                 self._wait(transfers, layer)
                 if spans:
-                    self.device.stream.submit(partial(self._compute, layer, spans))
+                    pool = layer - self.setting.geometry.layers
+                    work = partial(self._compute, layer, spans) if pool < 0 else partial(self._trail, pool, spans)
+                    self.device.stream.submit(work)
         except TransferError:
             self.cache.record_fence(self.device.stream.fence())
             for running in [running for running in self.running if running.fresh]:
@@ -139,6 +146,16 @@ class Engine(World):
         if not transfers:
             self.cache.record_prefill(sum(running.chunk for running in self.running), self.clock() - began_s)
         self.share()
+
+    def _give_way(self) -> None:
+        """Preempt a request if no other can compute, because all wait for slots; then none begins until one ends."""
+        waiting = [running for running in self.running if self._positions(running) > running.computed]
+        if waiting and not any(running.chunk for running in self.running):
+            self._preempt(self.random.choice(waiting))
+            self._crowded = bool(self.running)
+
+    def _prepare(self, running: Running) -> bool:
+        return self.cache.prepare(running.request, running.computed, running.computed + running.chunk)
 
     def _wait(self, transfers: list[Transfer], layer: int) -> None:
         """Wait for a layer. The scheduler is busy; devices and workers continue."""
@@ -154,9 +171,11 @@ class Engine(World):
     def _span(self, running: Running) -> Span:
         """Return what the forward reads and writes for a request. It does not change if the request ends before."""
         page_size, done = self.cache.page_size, running.computed + running.chunk
+        pages = running.request.pages
         return Span(
-            running.request.rid, running.request.pages, running.rows, running.computed // page_size, done // page_size,
+            running.request.rid, pages, running.rows, running.computed // page_size, done // page_size,
             writes_partial=done % page_size > 0 and running.chunk > 0,
+            slots=[pool.slots(pages) for pool in self.trailing], reads=[pool.trailing_pages for pool in self.trailing],
         )
 
     def _compute(self, layer: int, spans: list[Span]) -> None:
@@ -176,6 +195,21 @@ class Engine(World):
             blocks[:, span.pages[own]] = table[:, span.rows[own]]
             if span.writes_partial:
                 blocks[:, span.pages[span.end]] = JUNK  # other requests must not use a partial page
+
+    def _trail(self, pool: int, spans: list[Span]) -> None:
+        """As `_compute`, for the layer of a trailing pool: of the cached pages only the last are read."""
+        table, blocks = self.stamps.table[self.setting.geometry.layers + pool], self.slots[pool].memory[0]
+        for span in spans:
+            read = slice(max(0, span.first - span.reads[pool]), span.first)
+            slots = span.slots[pool][read]
+            if not slots.all() or (blocks[:, slots] != table[:, span.rows[read]]).any():
+                raise Finding("wrong bytes", f"{span.rid} read slots {slots.tolist()} of pool {pool}, pages {read}")
+            self.verified_slots += len(slots)
+        for span in spans:
+            own = slice(span.first, span.end)
+            blocks[:, span.slots[pool][own]] = table[:, span.rows[own]]
+            if span.writes_partial:
+                blocks[:, span.slots[pool][span.end]] = JUNK
 
     def share(self) -> None:
         """Insert the computed chunks into the tree."""
@@ -201,7 +235,7 @@ class Engine(World):
 
     def _preempt(self, running: Running) -> None:
         """Put a request back into the queue, as an engine does if L1 is full. The output becomes part of the prompt."""
-        self._end(running, self._computed_key(running))
+        self._end(running, None if running.fresh or not running.computed else self._computed_key(running))
         waiting = Waiting(running.request.rid, running.tokens[: self.setting.prompt_tokens_max], running.seed)
         self.waiting.append(waiting)
         self._prefetch(waiting)
@@ -256,6 +290,7 @@ class Engine(World):
 
     def _end(self, running: Running, key: RadixKey | None) -> None:
         self.running.remove(running)
+        self._crowded = False
         self.cache.cache_finished_req(running.request, key)
 
     def _pick_computed(self) -> Running | None:
@@ -295,7 +330,7 @@ class Engine(World):
         self.cache.page_source.free(pages[: inserted.present_pages])
 
     def _write(self, pages: PageIds, rows: PageIds) -> None:
-        self.device.memory[:, :, pages] = self.stamps.table[:, :, rows]
+        self.device.memory[:, :, pages] = self.stamps.table[: len(self.device.memory), :, rows]
 
     def evict(self) -> None:
         pages, free = self.setting.device_pages, self.device.allocator.free_pages

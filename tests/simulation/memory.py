@@ -9,7 +9,7 @@ import torch
 
 from hicache.frame import HEADER_BYTES
 from hicache.geometry import KVGeometry
-from hicache.tiers import EngineBlocks, HostPool, KVPool
+from hicache.tiers import BlockPool, EngineBlocks, HostPool, KVPool
 from hicache.tiers.allocator import PageAllocator
 from hicache.types import Bytes2D, Indices, PageIds
 from tests.simulation.stream import Stream
@@ -82,12 +82,27 @@ class SimulatedDevicePool(KVPool):
 
     def __init__(self, geometry: KVGeometry, pages: int, stream: Stream) -> None:
         self.stream = stream
-        self.memory = np.zeros(
-            (geometry.layers, geometry.blocks_per_layer, pages + 1, geometry.block_bytes), dtype=np.uint8
-        )
-        regions = [[torch.from_numpy(part) for part in layer] for layer in self.memory]
-        super().__init__(geometry, EngineBlocks(regions, first=1))
+        self.memory = _device_memory(geometry, pages)
+        super().__init__(geometry, _blocks(self.memory))
         self.allocator = self.guard = GuardedAllocator(pages, first=1, tier="L1", blocks=self.memory, stream=stream)
+
+
+class SimulatedSlots(BlockPool):
+    """The memory of a trailing pool, as that of L1."""
+
+    def __init__(self, geometry: KVGeometry, slots: int, stream: Stream) -> None:
+        self.stream = stream
+        self.memory = _device_memory(geometry, slots)
+        super().__init__(_blocks(self.memory))
+        self.allocator = self.guard = GuardedAllocator(slots, first=1, tier="slots", blocks=self.memory, stream=stream)
+
+
+def _device_memory(geometry: KVGeometry, pages: int) -> np.ndarray:
+    return np.zeros((geometry.layers, geometry.blocks_per_layer, pages + 1, geometry.block_bytes), dtype=np.uint8)
+
+
+def _blocks(memory: np.ndarray) -> EngineBlocks:
+    return EngineBlocks([[torch.from_numpy(part) for part in layer] for layer in memory], first=1)
 
 
 class SimulatedHostPool(HostPool):

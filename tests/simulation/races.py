@@ -5,14 +5,17 @@ They are the negative control of the simulation: it must find each one within a 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from hicache import tracing
+from hicache.cache import RequestKV
 from hicache.cache.device_tier import DeviceTier
 from hicache.cache.host_tier import HostTier
 from hicache.cache.prefetch import Prefetcher
 from hicache.cache.prefetch_states import State
+from hicache.cache.trailing import TrailingTier
 from hicache.controller import Acks, Backup, HiCacheController, Load, LookupOperation, ReadOperation, StoreOperation
 from hicache.controller.agreement import StoreProgress
 from hicache.radix import EvictionChoice, Match, Node, RadixTree
@@ -20,7 +23,7 @@ from hicache.radix.stored import StoredPrefixes
 from hicache.tiers import Fence
 from hicache.types import NO_PAGES, PageIds
 from tests.simulation.device import SimulatedCopyEngine, SimulatedTransfer
-from tests.simulation.setting import Parts
+from tests.simulation.setting import Parts, Setting
 from tests.simulation.workers import SimulatedWorkers
 
 
@@ -322,6 +325,73 @@ class _DropsPinnedRuns(DeviceTier):
         return EvictionChoice.DROP
 
 
+# Trailing pools. Each keeps silent about the holds that it forgets
+
+
+class _Silent(TrailingTier):
+    def check(self, requests: Sequence[RequestKV], copying: Sequence[PageIds]) -> None:
+        pass
+
+
+class _FreesSlotsOfBackups(_Silent):
+    """A slot can get another page while a copy to L2 still reads it."""
+
+    def copying(self, pages: PageIds) -> None:
+        pass
+
+    def copied(self, pages: PageIds, *, on_host: bool = True) -> None:
+        pass
+
+
+class _FreesSlotsOfLoads(_Silent):
+    """A slot can get another page while a copy from L2 still fills it."""
+
+    def loaded(self, load: Load) -> bool:
+        if load in self._loads:
+            pages = self._loads[load][2]
+            self._hold(pages)
+        return super().loaded(load)
+
+    def begin(self, request: RequestKV) -> bool:
+        before = len(self._loads)
+        begun = super().begin(request)
+        if len(self._loads) > before:
+            self._release(list(self._loads.values())[-1][2])
+        return begun
+
+
+class _FreesSlotsOfRequests(_Silent):
+    """A request does not keep the slots that it reads."""
+
+    def prepare(self, request: RequestKV, start: int, end: int) -> bool:
+        prepared = super().prepare(request, start, end)
+        if prepared:
+            self.end(request)
+            request.trailing = [(end // self._page_size,) * 2] * len(self.pools)
+        return prepared
+
+
+class _UsesPagesWithoutSlots(TrailingTier):
+    """A prefix on L1 counts as a hit also without its slots."""
+
+    def usable(self, match: Match) -> int:
+        return len(match.device_pages)
+
+    def begin(self, request: RequestKV) -> bool:
+        return super().begin(request) or bool(self._hold([NO_PAGES] * len(self.pools)))
+
+
+class _CopiesPagesWithoutSlots(_Silent):
+    """A page is copied to L2 without the part that L1 lacks."""
+
+    def may_copy(self, pages: PageIds) -> bool:
+        return True
+
+
+def _trailing(kind: type[TrailingTier]) -> Parts:
+    return Parts(draw=Setting.draw_pooled, after=lambda cache: _become(cache._trailing, kind))
+
+
 def _tree(kind: type[RadixTree]) -> Parts:
     return Parts(after=lambda cache: _become(cache.tree, kind))
 
@@ -376,4 +446,9 @@ RACES: dict[str, Race] = {
         Parts(after=lambda cache: _become(cache.tree.stored, _KeepsMarksOfDetached)), {"stale mark"}, 40
     ),
     "a pinned run is dropped": Race(_l1(_DropsPinnedRuns), {"pin", BOOKS}, 500),
+    "a slot of a backup is freed at submit": Race(_trailing(_FreesSlotsOfBackups), {WRONG}, 200),
+    "a slot of a load is freed at submit": Race(_trailing(_FreesSlotsOfLoads), {WRONG, LATE}, 400),
+    "a request does not keep its slots": Race(_trailing(_FreesSlotsOfRequests), {WRONG}, 40),
+    "a prefix without its slots is a hit": Race(_trailing(_UsesPagesWithoutSlots), {WRONG}, 40),
+    "a page without a slot is copied to L2": Race(_trailing(_CopiesPagesWithoutSlots), {WRONG}, 40),
 }

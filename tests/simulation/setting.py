@@ -36,11 +36,17 @@ class Setting:
     events_bytes: int | None  # capacity of the stream of KV events, None for no stream
     config: HiCacheConfig
     given: Rates  # speeds that are not measured
+    trailing: tuple[tuple[int, int], ...] = ()  # tokens that a trailing pool needs of a prefix, and its slots
 
     @property
     def page_size(self) -> int:
         """Tokens of a page."""
         return self.geometry.page_size
+
+    @property
+    def all_layers(self) -> KVGeometry:
+        """The geometry of a page with the layers of all pools, one for each trailing pool."""
+        return replace(self.geometry, layers=self.geometry.layers + len(self.trailing))
 
     @property
     def probe_every(self) -> int:
@@ -92,6 +98,22 @@ class Setting:
             storage_pages=200,
             prompt_tokens_max=drawn.page_size * prompt_pages,
             config=drawn.config.model_copy(update={"prefetch": prefetch, "break_even": always}),
+        )
+
+
+    @classmethod
+    def draw_pooled(cls, numbers: random.Random) -> Setting:
+        """Draw a setting with one or two trailing pools: a window of some pages, and a state. Few slots are free."""
+        drawn = cls.draw(numbers)
+        window = drawn.page_size * numbers.randint(1, 3) + numbers.choice([0, 1])
+        pages = -(-window // drawn.page_size)
+        spare = [(1 + drawn.prompt_tokens_max // drawn.page_size // 16) * numbers.choice([2, 5, 12, 40]) for _ in "ab"]
+        pools = [(window, pages + spare[0]), (1, 1 + spare[1])]
+        write_policy = numbers.choice(["write_through", "write_through", drawn.config.write_policy])
+        return replace(
+            drawn,
+            trailing=tuple(numbers.choice([pools, pools, pools[:1], pools[1:]])),
+            config=drawn.config.model_copy(update={"write_policy": write_policy}),
         )
 
 
@@ -170,7 +192,10 @@ class Running:
 
 
 class Span(NamedTuple):
-    """The work of a forward for one request: it reads the pages before `first` and writes `first ... end - 1`."""
+    """The work of a forward for one request: it reads the pages before `first` and writes `first ... end - 1`.
+
+    Of a trailing pool it reads the last `reads` pages before `first`. `slots` are those of `pages` in each such pool.
+    """
 
     rid: str
     pages: PageIds
@@ -178,6 +203,8 @@ class Span(NamedTuple):
     first: int
     end: int
     writes_partial: bool  # also writes a part of page `end`
+    slots: list[PageIds]
+    reads: list[int]
 
 
 class Waiting(NamedTuple):

@@ -21,6 +21,7 @@ pytestmark = pytest.mark.long
 SEEDS = 500
 LONG_SEEDS = 200
 STREAMED_SEEDS = 100
+POOLED_SEEDS = 200
 BLOCK = 100  # seeds in one test
 
 
@@ -69,6 +70,20 @@ def test_prompts_longer_than_their_share_of_l2_go_through_all_states_of_prefetch
         (State.AWAITING_ROOM, State.FOLLOWING), (State.AWAITING_L1, State.ENDED), (State.ARRIVED, State.QUEUED),
     }
     assert len(all_seeds) < LONG_SEEDS or allowed - rare <= moves.keys()
+
+
+def test_every_page_and_slot_is_correct_with_trailing_pools() -> None:
+    """The slots of pages on L1 come and go; a prefix whose last pages lack them is loaded from L2, or computed."""
+    all_seeds = seeds(POOLED_SEEDS)
+    hits, skipped, verified = Counter[str](), Counter[str](), 0
+    for seed in all_seeds:
+        simulation = simulate(seed, Parts(draw=Setting.draw_pooled))
+        statistics = simulation.cache.statistics()
+        verified += simulation.verified_slots
+        hits.update(statistics.hit_tokens)
+        skipped.update(statistics.skipped)
+    rare = skipped["no_slots"] and skipped["backup_without_slots"]
+    assert len(all_seeds) < POOLED_SEEDS or (verified and rare and all(hits[tier] for tier in hits))
 
 
 @pytest.mark.parametrize("copies", [StreamedCopyEngine, StagedCopyEngine], ids=["direct", "staged"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections import Counter
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from hicache.cache import HiRadixCache
@@ -14,11 +15,14 @@ from hicache.clock import Clock
 from hicache.events import EventStream
 from hicache.keys import BIGRAM_BYTES, TOKEN_BYTES, Namespace, RadixKey
 from hicache.keys import page_keys as chained_keys
+from hicache.tiers import TrailingPool
 from tests.simulation.audit import Auditor, Follower
-from tests.simulation.memory import SimulatedDevicePool, SimulatedHostPool
+from tests.simulation.device import SimulatedCopyEngine, SimulatedPooledCopies
+from tests.simulation.memory import SimulatedDevicePool, SimulatedHostPool, SimulatedSlots
 from tests.simulation.setting import Parts, prompt_key
 from tests.simulation.storage import Stores
 from tests.simulation.stream import Stream
+from tests.simulation.streams import StreamedCopyEngine
 from tests.simulation.workers import Died, SimulatedWorkers
 from tests.stamps import Stamps
 
@@ -59,11 +63,19 @@ class World(ABC):
         self.parts = parts
         self.fault_rate = setting.fault_rate
         self.workers: list[SimulatedWorkers[Any]] = []
-        self.stamps = Stamps(setting.geometry)
+        self.stamps = Stamps(setting.all_layers)
         self.device = SimulatedDevicePool(setting.geometry, setting.device_pages, Stream())
-        self.host = SimulatedHostPool(setting.geometry, setting.host_pages)
-        self.copies = parts.copies(self.device, self.host, self.random, setting.device_fail_rate, self.clock)
-        namespace = Namespace(model="simulation", geometry=setting.geometry)
+        self.host = SimulatedHostPool(setting.all_layers, setting.host_pages)
+        self.slots = [
+            SimulatedSlots(replace(setting.geometry, layers=1), slots, self.device.stream)
+            for _, slots in setting.trailing
+        ]
+        self.trailing = [
+            TrailingPool(f"pool {index}", pool, tokens)
+            for index, (pool, (tokens, _)) in enumerate(zip(self.slots, setting.trailing, strict=True))
+        ]
+        self.copies = self._make_copies()
+        namespace = Namespace(model="simulation", geometry=setting.all_layers)
         self.servers = [Stores(namespace, setting.storage_pages or 1, self) for _ in range(2)]
         self.stores = self.servers[0]  # the stores that were attached last
         self.stores.attached = has_storage = setting.storage_pages is not None
@@ -79,8 +91,9 @@ class World(ABC):
                 setting.config.break_even, self.host.payload_bytes, given=setting.given,
                 probe_every=setting.probe_every,
             ),
+            trailing=self.trailing,
         )
-        self.auditor = Auditor(self.cache, self.device, self.host, self.stamps)
+        self.auditor = Auditor(self.cache, self.device, self.host, self.slots, self.stamps)
         self.follower: Follower | None = None
         if setting.events_bytes is not None:
             stream = EventStream(setting.events_bytes)
@@ -89,6 +102,15 @@ class World(ABC):
         self.moves: Counter[tuple[State, State]] = Counter()  # between the states of prefetches
         self.cache._prefetcher._table.__class__ = type("", (_CountedTable,), {"moves": self.moves})
         parts.after(self.cache)
+
+    def _make_copies(self) -> SimulatedCopyEngine | StreamedCopyEngine | SimulatedPooledCopies:
+        kind, more = self.parts.copies, (self.host, self.random, self.setting.device_fail_rate, self.clock)
+        if not self.trailing:
+            return kind(self.device, *more)
+        assert issubclass(kind, SimulatedCopyEngine), "trailing pools are simulated with this engine only"
+        layers = self.setting.geometry.layers
+        engines = [kind(pool, *more, layers + index) for index, pool in enumerate(self.slots)]
+        return SimulatedPooledCopies(kind(self.device, *more), list(zip(self.trailing, engines, strict=True)))
 
     def _make_workers(self, name: str, count: int, **arguments: Any) -> SimulatedWorkers[Any]:
         group = self.parts.workers(name, count, schedule=self, **arguments)
