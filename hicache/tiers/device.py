@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..arguments import instance, whole
+from ..arguments import instance, number, whole
 from ..errors import CapacityError, InvalidInput
 from ..geometry import KVGeometry, KVLayout
 from ..types import PageIds
@@ -28,6 +29,9 @@ with contextlib.suppress(ImportError, AttributeError):  # an old build may lack 
     from .. import _native
 
     fill_slots = _native.fill_slots
+
+# A number, or a tensor of one element on the pool's device.
+Scale: TypeAlias = float | torch.Tensor | None
 
 
 class BlockPool:
@@ -121,14 +125,32 @@ class MHATokenToKVPool(KVPool):
         self.wait_layer(layer)
         return self._parts[layer]
 
-    def set_kv_buffer(self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def get_key_buffer(self, layer: int) -> torch.Tensor:
+        """Return the K of `get_kv_buffer`."""
+        return self.get_kv_buffer(layer)[0]
+
+    def get_value_buffer(self, layer: int) -> torch.Tensor:
+        """Return the V of `get_kv_buffer`."""
+        return self.get_kv_buffer(layer)[1]
+
+    def set_kv_buffer(
+        self, layer: int, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+        k_scale: Scale = None, v_scale: Scale = None,
+    ) -> None:
         """Write K and V `[tokens, heads, head_dim]` of one layer at `slots` `[tokens]` (int64, on the device).
 
-        Does not wait for a load, because a load fills shared pages and a request writes only to its own pages.
+        Stores K / `k_scale` and V / `v_scale` in the pool's dtype, also if they have that dtype: a reader multiplies by
+        the scales. The quotient is computed in float32 and rounded once. What exceeds the range of float8, infinity
+        included, becomes its largest number. `k` and `v` stay as they are.
+
+        Does not wait for a load, because a load fills shared pages and a request writes only to its own pages. Does not
+        wait for the value of a scale on the device, so it is not checked. Raises InvalidInput, with the pool unchanged,
+        for a number that is not positive, a tensor of several elements, and integers that are to be converted.
         """
         page_size = self.geometry.page_size
         place = (slots // page_size, slots % page_size)
-        for part, rows in zip(self._parts[layer], (k, v), strict=True):
+        values = pool_values(k, k_scale, self.dtype), pool_values(v, v_scale, self.dtype)
+        for part, rows in zip(self._parts[layer], values, strict=True):
             part[place] = rows
 
 
@@ -147,12 +169,34 @@ class MLATokenToKVPool(KVPool):
         self.wait_layer(layer)
         return self.kv_buffer[layer]
 
-    def set_kv_buffer(self, layer: int, slots: torch.Tensor, latent: torch.Tensor) -> None:
+    def get_key_buffer(self, layer: int) -> torch.Tensor:
+        """Return the latents, as `get_kv_buffer`. V is their first columns; the pool does not know how many."""
+        return self.get_kv_buffer(layer)
+
+    def set_kv_buffer(self, layer: int, slots: torch.Tensor, latent: torch.Tensor, scale: Scale = None) -> None:
         """Write latents `[tokens, 1, latent_dim]` of one layer at `slots` `[tokens]` (int64, on the device).
 
-        Does not wait for a load, for the reason that `MHATokenToKVPool` states.
+        Converts, raises and does not wait as `MHATokenToKVPool.set_kv_buffer`.
         """
-        self.kv_buffer[layer].flatten(0, 1)[slots] = latent
+        self.kv_buffer[layer].flatten(0, 1)[slots] = pool_values(latent, scale, self.dtype)
+
+
+def pool_values(values: torch.Tensor, scale: Scale, dtype: torch.dtype) -> torch.Tensor:
+    """Return what `set_kv_buffer` of a pool of `dtype` writes for `values`. Raises as it does."""
+    if isinstance(scale, torch.Tensor):
+        if scale.numel() != 1:
+            raise InvalidInput(f"device pool: a scale of shape {list(scale.shape)}; pass one element")
+        scale = scale.reshape(())
+    elif scale is not None:
+        scale = number("device pool: scale", scale, positive=True)
+    elif values.dtype is dtype:
+        return values
+    if not (dtype.is_floating_point and values.dtype.is_floating_point):
+        raise InvalidInput(f"device pool: {values.dtype} to {dtype}; store integers in the pool's dtype, without scale")
+    wide = values.float() if scale is None else values.float() / scale
+    if dtype.itemsize == 1:  # a conversion alone gives NaN or infinity, which one depends on the dtype and on torch
+        wide = wide.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max)
+    return wide.to(dtype)
 
 
 def _allocate(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 from dataclasses import replace
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
 from hicache.config import DeviceConfig, HostConfig
 from hicache.errors import CapacityError, ConfigError, InvalidInput
@@ -27,11 +29,17 @@ from hicache.tiers import (
     device,
     token_slots,
 )
+from hicache.tiers.device import pool_values
 from hicache.tiers.memory import STAGING_BYTES, DeviceMemory, device_pages, host_pages, profile_max_num_tokens
 from tests.seeds import rng, seeds
 
 MHA = KVGeometry(layers=3, heads=2, head_dim=8, page_size=4)
 MLA = KVGeometry(layers=3, heads=1, head_dim=16, page_size=4, layout=KVLayout.MLA)
+
+
+def bits(numbers: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of numbers: torch does not compare float8."""
+    return numbers.contiguous().view(torch.uint8)
 
 
 @pytest.fixture(params=["numpy", "native"])
@@ -83,6 +91,84 @@ def test_mla_pools_have_one_latent_block_per_layer() -> None:
     pool.set_kv_buffer(2, torch.arange(4, 8), latent)
     assert torch.equal(pool.get_kv_buffer(2)[1], latent)
     assert [tuple(region.shape) for region in pool.blocks.layers[2]] == [(6, MLA.block_bytes)]
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "float16", "float32"])
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
+def test_kv_of_another_dtype_is_divided_by_its_scale_and_rounded_once(dtype: str, source: torch.dtype) -> None:
+    pool = create_device_pool(replace(MHA, dtype=dtype, v_head_dim=3), 5)
+    assert isinstance(pool, MHATokenToKVPool)
+    slots = torch.tensor([9, 4, 22])
+    numbers = torch.Generator().manual_seed(1)
+    k, v = (torch.randn(3, 2, dim, generator=numbers).to(source) for dim in (8, 3))
+    before = k.clone(), v.clone()
+    for k_scale, v_scale in (
+        (0.03, 7.0), (torch.tensor(0.03), torch.tensor([7.0])), (None, torch.tensor([[[[7.0]]]])), (None, None)
+    ):
+        pool.set_kv_buffer(1, slots, k, v, k_scale, v_scale)
+        for part, given, scale in zip(pool.get_kv_buffer(1), (k, v), (k_scale, v_scale), strict=True):
+            exact = torch.from_numpy(given.float().numpy() / np.float32(1.0 if scale is None else float(scale)))
+            found = part.flatten(0, 1)[slots]
+            assert found.dtype is getattr(torch, dtype)
+            assert bits(found).equal(bits(exact.to(found.dtype))), f"{k_scale} {v_scale}"
+    assert k.equal(before[0]) and v.equal(before[1]), "the caller's tensors are unchanged"
+    assert pool.get_key_buffer(1).data_ptr() == pool.get_kv_buffer(1)[0].data_ptr()
+    assert pool.get_value_buffer(1).data_ptr() == pool.get_kv_buffer(1)[1].data_ptr()
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [("float8_e4m3fn", 448.0), ("float8_e5m2", 57344.0)])
+def test_values_beyond_float8_become_its_largest_number(dtype: str, largest: float) -> None:
+    pool = create_device_pool(replace(MLA, dtype=dtype), 5)
+    assert isinstance(pool, MLATokenToKVPool)
+    latent = torch.zeros(2, 1, 16)
+    latent[0, 0, :5] = torch.tensor([1e6, -1e6, math.inf, -math.inf, math.nan])
+    pool.set_kv_buffer(0, torch.tensor([4, 5]), latent, 0.001)
+    found = pool.get_key_buffer(0)[1, :2].float()
+    assert found[0, 0, :4].tolist() == [largest, -largest, largest, -largest] and found[0, 0, 4].isnan()
+    assert not found[0, 0, 5:].any() and not found[1].any()
+
+
+def test_a_scale_divides_also_kv_that_has_the_dtype_of_the_pool() -> None:
+    """So a reader multiplies by the scale without knowing what was written."""
+    for dtype in ("float32", "bfloat16", "float8_e4m3fn"):
+        pool = create_device_pool(replace(MLA, dtype=dtype), 5)
+        assert isinstance(pool, MLATokenToKVPool)
+        latent = torch.full((1, 1, 16), 12.0).to(pool.dtype)
+        pool.set_kv_buffer(0, torch.tensor([4]), latent, 4.0)
+        assert pool.get_kv_buffer(0)[1, 0].tolist() == [[3.0] * 16]
+        assert latent.tolist() == [[[12.0] * 16]], "the caller's tensor is unchanged"
+
+
+@pytest.mark.parametrize("scale", [0.0, -1.0, math.nan, math.inf, torch.ones(2), torch.ones(0), "1", True])
+def test_a_scale_that_is_not_one_positive_number_is_rejected_before_any_write(scale: Any) -> None:
+    pool = create_device_pool(replace(MHA, dtype="float8_e4m3fn"), 5)
+    assert isinstance(pool, MHATokenToKVPool)
+    ones = torch.ones(1, 2, 8)
+    with pytest.raises(InvalidInput, match="device pool: "):
+        pool.set_kv_buffer(0, torch.tensor([4]), ones, ones, 1.0, scale)
+    assert not bits(pool.kv_buffer[0]).any()
+
+
+def test_a_pool_of_integers_takes_its_own_dtype_without_a_scale() -> None:
+    pool = create_device_pool(replace(MLA, dtype="int8"), 5)
+    assert isinstance(pool, MLATokenToKVPool)
+    numbers = torch.arange(16, dtype=torch.int8).view(1, 1, 16)
+    pool.set_kv_buffer(0, torch.tensor([4]), numbers)
+    assert pool.get_kv_buffer(0)[1, 0].equal(numbers[0])
+    for values, scale in ((numbers, 2.0), (numbers.float(), None), (numbers.to(torch.uint8), None)):
+        with pytest.raises(InvalidInput, match="store integers in the pool's dtype"):
+            pool.set_kv_buffer(0, torch.tensor([4]), values, scale)
+    with pytest.raises(InvalidInput, match="store integers in the pool's dtype"):
+        pool_values(numbers, None, torch.bfloat16)
+
+
+def test_writing_with_the_scale_of_a_tensor_does_not_wait_for_its_value() -> None:
+    """A fake tensor does not have a value: reading it is an error."""
+    with FakeTensorMode():
+        scale = torch.rand(1)
+        assert pool_values(torch.ones(2, 1, 16), scale, torch.float8_e4m3fn).shape == (2, 1, 16)
+        with pytest.raises(DataDependentOutputException):
+            scale.item()
 
 
 def test_a_pool_of_the_wrong_layout_is_rejected() -> None:
