@@ -36,6 +36,7 @@ __all__ = [
     "load_config",
     "model_fingerprint",
     "open_storage",
+    "scales_fingerprint",
 ]
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ if TYPE_CHECKING:
     from .controller import HiCacheController, TorchRankGroup
     from .errors import HiCacheError
     from .events import EventStream, PrefixIndex
-    from .fingerprint import model_fingerprint
+    from .fingerprint import model_fingerprint, scales_fingerprint
     from .geometry import KVGeometry, KVLayout, PageShape, Piece
     from .keys import Namespace, RadixKey
 
@@ -67,7 +68,7 @@ if not TYPE_CHECKING:  # a type checker has the names from above, and would acce
             "controller": "HiCacheController TorchRankGroup",
             "errors": "HiCacheError",
             "events": "EventStream PrefixIndex",
-            "fingerprint": "model_fingerprint",
+            "fingerprint": "model_fingerprint scales_fingerprint",
             "geometry": "KVGeometry KVLayout PageShape Piece",
             "keys": "Namespace RadixKey",
         },

@@ -25,10 +25,11 @@ import struct
 import tempfile
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
 
-from .arguments import file_path
+from .arguments import file_path, number
 from .errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -98,6 +99,18 @@ def loaded_fingerprint(folder: str | os.PathLike[str], since_ns: int) -> str:
         "these weights; restart the engine", state.changed,
     )
     return f"unshared {uuid.uuid4().hex}"
+
+
+def scales_fingerprint(k_scales: Sequence[float], v_scales: Sequence[float] = ()) -> str:
+    """Return a fingerprint of the scales of KV, one per layer: the `kv_scales` of a namespace. Empty if all are 1.
+
+    With MLA, `k_scales` are those of the latents. Raises InvalidInput for a scale that is not a positive number.
+    """
+    scales = [[number("KV scale", scale, positive=True) for scale in some] for some in (k_scales, v_scales)]
+    if all(scale == 1 for some in scales for scale in some):
+        return ""
+    packed = [struct.pack(f"<Q{len(some)}f", len(some), *some) for some in scales]  # pools divide in float32
+    return hashlib.sha256(b"hicache.scales" + b"".join(packed)).hexdigest()
 
 
 def folder_state(folder: str | os.PathLike[str]) -> FolderState:

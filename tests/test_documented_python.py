@@ -74,6 +74,11 @@ assert row_1 is not None and row_2 is not None
 rows.write(row_1, request.pages, page_size)
 rows.write(row_2, request.pages, page_size)
 """
+SCALES = CONFIG + """
+import torch
+k_scales, v_scales, layer, slots, k = [0.5, 1.0, 0.25, 2.0], [1.0] * 4, 0, torch.arange(16, 32), torch.ones(16, 2, 16)
+v = k
+"""
 SLOTS = CONFIG + CACHE + """
 import torch
 device, prefix_lens, seq_lens, extend_tokens = "cpu", torch.tensor([0]), torch.tensor([20]), 20
@@ -156,8 +161,8 @@ SETUPS = {
     "docs/backends/s3.md": [""],
     "docs/backends/writing.md": [BACKEND],
     "docs/embedding.md": [
-        CONFIG + "from hicache_lab.engine import BUNDLED_MODEL as folder", REQUEST, BATCH, SESSIONS, SLOTS, RANKS,
-        CONFIG + CACHE + "capacity_bytes = 1 << 20", CONFIG + "from hicache import create_cache",
+        CONFIG + "from hicache_lab.engine import BUNDLED_MODEL as folder", REQUEST, BATCH, SCALES, SESSIONS, SLOTS,
+        RANKS, CONFIG + CACHE + "capacity_bytes = 1 << 20", CONFIG + "from hicache import create_cache",
     ],
     "docs/engines.md": [VLLM],
     "docs/host_cache.md": [HOST, WORKERS],

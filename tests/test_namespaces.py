@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from hicache import scales_fingerprint
 from hicache.arguments import LABEL_CHARACTERS_MAX, NAME_BYTES_MAX
 from hicache.errors import InvalidInput
 from hicache.geometry import KVGeometry, KVLayout, PageShape, Piece
@@ -173,3 +175,19 @@ def test_an_invalid_geometry_is_rejected() -> None:
     for change in IMPOSSIBLE_GEOMETRIES:
         with pytest.raises(InvalidInput):
             pytest.fail(f"accepted: {replace(base, **change)!r:.200}")
+
+
+def test_different_scales_of_kv_have_different_fingerprints() -> None:
+    scales: list[tuple[list[float], list[float]]] = [
+        ([2.0, 3.0], [1.0, 1.0]), ([3.0, 2.0], [1.0, 1.0]), ([1.0, 1.0], [2.0, 3.0]), ([2.0, 3.0, 1.0], [1.0]),
+        ([2.0, 3.0], []), ([2.0, 3.0 + 2**-22], []), ([2.0], [3.0]),
+    ]
+    found = {scales_fingerprint(*some) for some in scales}
+    assert len(found) == len(scales) and all(len(bytes.fromhex(name)) == 32 for name in found)
+    assert scales_fingerprint([2, 3]) == scales_fingerprint([2.0, 3.0]) == scales_fingerprint([2.0, 3.0 + 2**-40]), (
+        "the same numbers in float32 make the same pages"
+    )
+    assert scales_fingerprint([1.0, 1], [1.0, 1]) == scales_fingerprint([1.0]) == "", "the bytes of KV without scales"
+    for bad in (0.0, -1.0, math.nan, math.inf, "1"):
+        with pytest.raises(InvalidInput, match="KV scale"):
+            scales_fingerprint([1.0, 2.0], [1.0, bad])  # type: ignore[list-item]

@@ -59,8 +59,8 @@ class Namespace:
     `more_pieces` are those of the other pools, which follow in each page; `create_cache` adds them. `element_order`,
     one of `ELEMENT_ORDERS`, is the order of the elements inside a piece. `engine_layout` is an engine's own name for
     the content and layout of a page, such as "vllm/HNC/bf16/block16", or empty for the layout of `hicache.tiers`; with
-    a `PageShape` it must include the dtype. `quantisation` names the scheme of a quantised cache, `kv_scales` is a
-    fingerprint of its scales.
+    a `PageShape` it must include the dtype. `quantisation` names the scheme of a quantised cache, `kv_scales` is the
+    `scales_fingerprint` of its scales.
 
     The keys: `key_hash` names the algorithm and the seed of page keys that the engine passes (`RadixKey.of_hashes`); it
     is empty for HiCache's own chain of tokens.
