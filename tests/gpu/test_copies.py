@@ -142,9 +142,8 @@ def memory_is_given_back() -> Iterator[None]:
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("page_size", [1, 16, 64, 256])
-@pytest.mark.parametrize(
-    ("layout", "dtype"), [(KVLayout.MHA, "bfloat16"), (KVLayout.MLA, "bfloat16"), (KVLayout.MLA, "float8_e4m3fn")]
-)
+@pytest.mark.parametrize("layout", KVLayout)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
 def test_pages_of_every_size_survive_a_round_trip(
     path: Path, page_size: int, layout: KVLayout, dtype: str
 ) -> None:

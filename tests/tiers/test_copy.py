@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,12 +24,15 @@ from hicache.tiers import (
     HostPool,
     HostWindow,
     KVPool,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
     copy_cpu,
     copy_cuda,
     create_device_pool,
 )
 from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.tiers.copy_cuda import CudaCopyEngine
+from hicache.tiers.device import pool_values
 from hicache.tiers.runtime import Rows
 from hicache.types import Indices, PageIds
 from tests.steps import StepCounter
@@ -117,6 +121,32 @@ def test_the_helper_rejects_rows_that_do_not_exist(native: Any, wrong: dict[str,
         native.copy_rows(np.frombuffer(bytes(96), np.uint8).reshape(4, 3, 8), *list(right.values())[1:])
     native.copy_rows(*right.values())
     assert right["target"].sum() == 16
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "float8_e5m2", "bfloat16"])
+@pytest.mark.parametrize("shape", [MHA, MLA], ids=["mha", "mla"])
+def test_kv_that_was_stored_with_scales_is_the_same_after_a_backup_and_a_load(
+    engine: Make, shape: KVGeometry, dtype: str
+) -> None:
+    device, host = create_device_pool(replace(shape, dtype=dtype), 9), HostPool(replace(shape, dtype=dtype), 8)
+    assert isinstance(device, MHATokenToKVPool | MLATokenToKVPool)
+    copies, slots = engine(*pools(device, host)), torch.arange(8, 24)  # pages 2 to 5
+    generator = torch.Generator().manual_seed(5)
+    parts = torch.randn(shape.blocks_per_layer, shape.layers, 16, shape.heads, shape.head_dim, generator=generator)
+    scales = (0.02, 3.0)[: len(parts)]
+    for layer in range(shape.layers):
+        device.set_kv_buffer(layer, slots, *parts[:, layer], *scales)
+    assert copies.backup(ids(2, 3, 4, 5), ids(7, 0, 3, 1)).wait(10)
+    for layer in range(shape.layers):
+        device.set_kv_buffer(layer, slots, *torch.ones_like(parts[:, layer]))
+    device.loading = copies.load(ids(7, 0, 3, 1), ids(9, 2, 1, 6))
+    for layer in range(shape.layers):
+        found = device.get_kv_buffer(layer)
+        for read, given, scale in zip([found] if len(parts) == 1 else found, parts[:, layer], scales, strict=True):
+            expected = pool_values(given, scale, device.dtype)
+            assert torch.equal(read[[9, 2, 1, 6]].flatten(0, 1).view(torch.uint8), expected.view(torch.uint8))
+            torch.testing.assert_close(expected.float() * scale, given, rtol=0.13, atol=0.01)
+    assert copies.close(10)
 
 
 @pytest.mark.parametrize("slot_bytes", [2 * MHA.layer_bytes, MHA.payload_bytes, 7 * MHA.layer_bytes])
