@@ -79,6 +79,19 @@ import torch
 k_scales, v_scales, layer, slots, k = [0.5, 1.0, 0.25, 2.0], [1.0] * 4, 0, torch.arange(16, 32), torch.ones(16, 2, 16)
 v = k
 """
+PAGED = BATCH + """
+import torch
+q = k = v = torch.ones(1, 2, 16)
+ids = request.pages.tolist()
+class PagedKernel:
+    def __init__(self, queries: torch.Tensor, indptr: torch.Tensor, pages: torch.Tensor, last: torch.Tensor,
+                 page_size: int) -> None:
+        assert queries.tolist() == [0, 1] and indptr.tolist() == [0, 3]
+        assert pages.tolist() == ids[:3] and last.tolist() == [9]
+    def run(self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], scale: float) -> torch.Tensor:
+        assert kv[0][ids[2], 8].eq(1).all() and kv[0].shape[1:] == (16, 2, 16) and scale == 0.25
+        return q
+"""
 SLOTS = CONFIG + CACHE + """
 import torch
 device, prefix_lens, seq_lens, extend_tokens = "cpu", torch.tensor([0]), torch.tensor([20]), 20
@@ -161,8 +174,8 @@ SETUPS = {
     "docs/backends/s3.md": [""],
     "docs/backends/writing.md": [BACKEND],
     "docs/embedding.md": [
-        CONFIG + "from hicache_lab.engine import BUNDLED_MODEL as folder", REQUEST, BATCH, SCALES, SESSIONS, SLOTS,
-        RANKS, CONFIG + CACHE + "capacity_bytes = 1 << 20", CONFIG + "from hicache import create_cache",
+        CONFIG + "from hicache_lab.engine import BUNDLED_MODEL as folder", REQUEST, BATCH, PAGED, SCALES, SESSIONS,
+        SLOTS, RANKS, CONFIG + CACHE + "capacity_bytes = 1 << 20", CONFIG + "from hicache import create_cache",
     ],
     "docs/engines.md": [VLLM],
     "docs/host_cache.md": [HOST, WORKERS],
