@@ -41,9 +41,10 @@ class Model:
 def serve(cache: TreeCache, rows: RequestToTokenPool, model: Model, prompt: list[int]) -> tuple[int, torch.Tensor]:
     """Serve one request. Return how many tokens came from the cache, and the last hidden state."""
     key = RadixKey.of(prompt)
-    request, row = cache.begin_request("request", key), rows.alloc()
-    if request is None or row is None:
+    request, taken = cache.begin_request("request", key), rows.alloc(1)
+    if request is None or taken is None:
         raise SystemExit("L1 is full; a scheduler would retry in its next step")
+    (row,) = taken
     cache.start_loading()
     rows.write(row, request.pages, cache.page_size)
     cached = request.cached_tokens

@@ -806,8 +806,9 @@ def test_reading_raises_the_error_of_a_failed_load_until_it_is_replaced(kind: st
 def test_rows_of_a_request_table_are_read_as_the_cache_writes_them() -> None:
     pool = create_device_pool(SHAPES["mha"].geometry(4), 9)
     rows = RequestToTokenPool(1, 12)
-    row, pages = rows.alloc(), np.array([7, 2, 5], np.int32)
-    assert row is not None
+    taken, pages = rows.alloc(1), np.array([7, 2, 5], np.int32)
+    assert taken is not None
+    (row,) = taken
     rows.write(row, pages, 4)
     batch = AttentionBatch(pool, rows.table, [Queries(row, 3, 7)])
     assert batch.slots.tolist() == token_slots(pages, 4)[3:10].tolist()

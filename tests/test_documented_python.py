@@ -69,8 +69,9 @@ BATCH = REQUEST + """
 from hicache.tiers import RequestToTokenPool
 rows, request_1, request_2, q = RequestToTokenPool(2, 1024), request, request, torch.ones(301, 2, 16)
 k = v = torch.ones(301, 2, 16)
-row_1, row_2, prompt_tokens, computed_tokens = rows.alloc(), rows.alloc(), 300, 40
-assert row_1 is not None and row_2 is not None
+taken, prompt_tokens, computed_tokens = rows.alloc(2), 300, 40
+assert taken is not None
+row_1, row_2 = taken
 rows.write(row_1, request.pages, page_size)
 rows.write(row_2, request.pages, page_size)
 """
@@ -95,7 +96,7 @@ class PagedKernel:
 SLOTS = CONFIG + CACHE + """
 import torch
 device, prefix_lens, seq_lens, extend_tokens = "cpu", torch.tensor([0]), torch.tensor([20]), 20
-last_loc, new_last_loc = torch.tensor([-1]), torch.tensor([35])
+last_loc, new_last_loc, draft_last_loc = torch.tensor([-1]), torch.tensor([35]), torch.tensor([36])
 """
 RANKS = CONFIG + """
 from pathlib import Path

@@ -17,12 +17,13 @@ from .device import (
 )
 from .host import HostPool, HostWindow
 from .shared import SharedHostPool
-from .token_allocator import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
+from .token_allocator import Drafts, PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from .trailing import PooledCopies, TrailingPool
 
 __all__ = [
     "BlockPool",
     "CopyEngine",
+    "Drafts",
     "EngineBlocks",
     "EnginePages",
     "FailedTransfer",

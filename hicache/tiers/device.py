@@ -243,13 +243,17 @@ class RequestToTokenPool:
         """The number of rows that are not in use."""
         return len(self._free)
 
-    def alloc(self) -> int | None:
-        """Return a row, or None if all are in use."""
-        if not self._free:
+    def alloc(self, count: int) -> list[int] | None:
+        """Return `count` rows, or None if fewer are free. Atomic: None changes nothing.
+
+        A request keeps its row until `free`, so a prompt that is computed in chunks allocates once.
+        """
+        count = whole("count", count)
+        if count > len(self._free):
             return None
-        row = self._free.pop()
-        self._used.add(row)
-        return row
+        rows = [self._free.pop() for _ in range(count)]
+        self._used.update(rows)
+        return rows
 
     def free(self, row: int) -> None:
         """Free a row. Raises InvalidInput if the row is not in use."""

@@ -20,7 +20,7 @@ import torch
 
 from ..arguments import instance, whole
 from ..errors import InvalidInput, InvariantError
-from ..types import PageIds
+from ..types import NO_PAGES, PageIds
 from .allocator import PageSource
 from .device import known_device, token_slots
 from .upload import upload
@@ -108,6 +108,14 @@ class PagedTokenToKVPoolAllocator:
         and changes nothing, if the lengths contradict each other or `extend_tokens`; with `debug`, InvariantError if a
         `last_loc` is not the end of the prefix.
         """
+        drafts = self.alloc_drafts(prefix_lens, seq_lens, last_loc, extend_tokens)
+        return None if drafts is None else drafts.slots
+
+    def alloc_drafts(
+        self, prefix_lens: torch.Tensor, seq_lens: torch.Tensor, last_loc: torch.Tensor, extend_tokens: int
+    ) -> Drafts | None:
+        """Allocate as `alloc_extend` for tokens that may be rejected, as those of a draft model: `keep` of the result
+        takes their pages back."""
         prefix, seq = _lengths(prefix_lens), _lengths(seq_lens)
         if prefix.shape != seq.shape or (prefix > seq).any():
             raise InvalidInput("alloc_extend: seq_lens must match prefix_lens, and be at least as long in each request")
@@ -126,7 +134,7 @@ class PagedTokenToKVPoolAllocator:
             requests, new_pages = packed[: rows.size].view(-1, 4), packed[rows.size :]
             out = torch.empty(extend_tokens, dtype=torch.int64, device=self.device)
             self._kernels.extend_slots(requests, last_loc, new_pages, out, self.page_size)
-            return out
+            return Drafts(self, out, prefix, seq, pages)
 
     def alloc_decode(self, seq_lens: torch.Tensor, last_loc: torch.Tensor) -> torch.Tensor | None:
         """Return one slot per request, int64 `[requests]`, for the last of its `seq_lens[i]` tokens; or None if there
@@ -193,6 +201,38 @@ class PagedTokenToKVPoolAllocator:
                 requests = np.flatnonzero(wrong)[:8].tolist()
                 raise InvariantError(f"token allocator: last_loc is not where the prefix ends, requests {requests}")
         return last_loc.contiguous()
+
+
+class Drafts:
+    """Tokens of requests that may be rejected. `slots` is that of `alloc_extend`. Without `keep`, all are kept."""
+
+    def __init__(
+        self, allocator: PagedTokenToKVPoolAllocator, slots: torch.Tensor, prefix: Lengths, seq: Lengths, pages: PageIds
+    ) -> None:
+        self.slots = slots
+        self._allocator, self._prefix, self._seq, self._pages = allocator, prefix, seq, pages
+
+    def keep(self, seq_lens: torch.Tensor) -> None:
+        """Keep the first `seq_lens[i]` tokens of each request i, and free the new pages that hold only others; the
+        `prefix_lens` keep none. Does not wait for the device. Rejected slots of a request's last page stay its own: the
+        next `alloc_extend` or `alloc_decode` after the kept tokens returns them again.
+
+        Freed pages are the next ones to be allocated, in their old order. So if all tokens are rejected and nothing
+        else was allocated or freed since, the next slots are those without drafts. Prefixes that were evicted to make
+        room for the drafts do not come back. Like each free, it comes after the fence of the forward that used them.
+
+        REQUIRES: `seq_lens` are integers in host memory, `[requests]`, and the freed pages were not freed or shared
+        since. Raises InvalidInput, and changes nothing, if a length is below the request's prefix or above its drafts;
+        at a second call, unless it keeps the same tokens.
+        """
+        kept, size = _lengths(seq_lens), self._allocator.page_size
+        if kept.shape != self._prefix.shape or (kept < self._prefix).any() or (kept > self._seq).any():
+            raise InvalidInput("keep: seq_lens must be from each request's prefix_lens to the seq_lens of its drafts")
+        held, last, end = (-(-lens // size) for lens in (self._prefix, kept, self._seq))
+        runs = np.stack((last - held, end - last), axis=1).reshape(-1)  # new pages: kept, rejected, by request
+        rejected = np.repeat(np.tile([False, True], len(kept)), runs)
+        self._allocator.pages.free(self._pages[rejected])
+        self._prefix, self._seq, self._pages = kept, kept, NO_PAGES
 
 
 class TokenToKVPoolAllocator(PagedTokenToKVPoolAllocator):

@@ -91,8 +91,9 @@ def model_kv() -> bytes:
     tokens = load_tokenizer(BUNDLED_MODEL).encode(text).ids[:tokens_per_page]
     pool = MHATokenToKVPool(checkpoint.config.geometry(tokens_per_page, "bfloat16"), 2)
     rows = RequestToTokenPool(1, 2 * tokens_per_page)
-    row, pages = rows.alloc(), pool.allocator.alloc(1)
-    assert row is not None and pages is not None and len(tokens) == tokens_per_page
+    taken, pages = rows.alloc(1), pool.allocator.alloc(1)
+    assert taken is not None and pages is not None and len(tokens) == tokens_per_page
+    (row,) = taken
     rows.write(row, pages, tokens_per_page)
     LlamaModel(checkpoint.config, checkpoint.tensors, pool, rows).forward([Span(row, 0, tokens)])
     return b"".join(region[pages[0]].numpy().tobytes() for layer in pool.blocks.layers for region in layer)

@@ -252,3 +252,21 @@ def test_a_token_allocator_over_the_cache_evicts_pages_and_all_pages_are_account
     allocator.free(slots[16:])
     world.cache.check()
     assert world.serve("b", prompt(4, 5, 6, 7)).device_hit_tokens == 16
+
+
+def test_rejected_drafts_return_their_pages_but_not_the_prefixes_that_were_evicted_for_them() -> None:
+    world = World(device_pages=6)
+    world.serve("a", prompt(1, 2, 3))
+    world.settle()
+    allocator = PagedTokenToKVPoolAllocator(world.cache.page_source, GEOMETRY.page_size)
+    drafts = allocator.alloc_drafts(torch.tensor([0]), torch.tensor([24]), torch.tensor([-1]), 24)
+    assert drafts is not None and world.cache.request_pages == 6
+    assert len(world.cache.match_prefix(prompt(1, 2, 3)).device_pages) == 0
+    world.cache.check()
+    drafts.keep(torch.tensor([5]))
+    assert world.cache.request_pages == 2 and allocator.available_tokens == 16
+    world.cache.check()
+    assert len(world.cache.match_prefix(prompt(1, 2, 3)).device_pages) == 0
+    allocator.free(drafts.slots[:5])
+    world.cache.check()
+    assert world.cache.request_pages == 0 and world.cache.device.allocator.free_pages == 6

@@ -46,7 +46,10 @@ class Pools:
         self.tokens = TokenToKVPoolAllocator(PageAllocator(8, first=1))
         self.blocks = EngineBlocks([[torch.zeros(4, GEOMETRY.layer_bytes, dtype=torch.uint8)]] * GEOMETRY.layers)
         self.copies = create_copy_engine(self.blocks, HostWindow(self.host))
-        assert self.pages.alloc(2) is not None and self.host.alloc(2) is not None and self.rows.alloc() == 0
+        drafts = self.paged.alloc_drafts(torch.tensor([3]), torch.tensor([6]), torch.tensor([6]), 3)
+        assert drafts is not None
+        self.drafts = drafts
+        assert self.pages.alloc(2) is not None and self.host.alloc(2) is not None and self.rows.alloc(1) == [0]
         assert self.tokens.alloc(2) is not None
         self.rows.write(0, np.array([3], np.int32), 4)
 
@@ -81,6 +84,7 @@ CALLS: dict[str, tuple[Call, Sequence[Any]]] = {
     "rows requests": (lambda pools, bad: RequestToTokenPool(bad, 16), [*COUNTS, 0]),
     "rows context_tokens": (lambda pools, bad: RequestToTokenPool(2, bad), [*COUNTS, 0]),
     "rows device": (lambda pools, bad: RequestToTokenPool(2, 16, bad), DEVICES),
+    "rows alloc": (lambda pools, bad: pools.rows.alloc(bad), COUNTS),
     "rows free": (lambda pools, bad: pools.rows.free(bad), [*COUNTS, 1, 2]),
     "rows write row": (lambda pools, bad: pools.rows.write(bad, np.array([1], np.int32), 4), [*COUNTS, 1, 2]),
     "rows write pages": (lambda pools, bad: pools.rows.write(0, bad, 4), PAGES),
@@ -101,6 +105,7 @@ CALLS: dict[str, tuple[Call, Sequence[Any]]] = {
     "alloc_extend seq_lens": (lambda pools, bad: pools.paged.alloc_extend(ONE, bad, ONE, 3), SLOTS),
     "alloc_extend last_loc": (lambda pools, bad: pools.paged.alloc_extend(ONE, TWO, bad, 3), SLOTS),
     "alloc_extend extend_tokens": (lambda pools, bad: pools.paged.alloc_extend(ONE, TWO, ONE, bad), COUNTS),
+    "drafts keep": (lambda pools, bad: pools.drafts.keep(bad), [*SLOTS, torch.tensor([2]), torch.tensor([7])]),
     "alloc_decode seq_lens": (lambda pools, bad: pools.paged.alloc_decode(bad, ONE), [*SLOTS, torch.tensor([0])]),
     "EngineBlocks layers": (
         lambda pools, bad: EngineBlocks(bad), [None, 5, [], "kv", torch.ones(4, 4), {}, [torch.ones(4)]],
@@ -167,8 +172,8 @@ def test_the_image_shows_the_changes_of_a_call() -> None:
 def test_integers_of_numpy_are_integers(two: Any) -> None:
     pages, host, rows = PageAllocator(two, first=two), HostPool(GEOMETRY, two), RequestToTokenPool(two, two * 8)
     assert type(pages.capacity) is int and type(host.pages) is int and host.capacity_bytes == 2 * host.frame_bytes
-    taken, row, _ = pages.alloc(two), rows.alloc(), rows.alloc()
-    assert taken is not None and taken.tolist() == [2, 3] and row == 0
+    taken = pages.alloc(two)
+    assert taken is not None and taken.tolist() == [2, 3] and rows.alloc(two) == [0, 1]
     rows.write(two - two, taken, two, first_page=two)
     assert rows.table[0, :8].tolist() == [0, 0, 0, 0, 4, 5, 6, 7]
     rows.free(two // two)

@@ -268,18 +268,29 @@ def test_a_pool_of_a_fraction_of_a_gpu_fits_into_its_free_memory() -> None:
 
 def test_a_request_row_maps_tokens_to_slots() -> None:
     pool = RequestToTokenPool(requests=2, context_tokens=10)
-    row = pool.alloc()
-    assert row is not None
+    taken = pool.alloc(1)
+    assert taken is not None
+    (row,) = taken
     pool.write(row, np.array([3, 1], dtype=np.int32), 4)
     pool.write(row, np.array([2], dtype=np.int32), 4, first_page=2)
     assert pool.table[row].tolist() == [12, 13, 14, 15, 4, 5, 6, 7, 8, 9]
     with pytest.raises(CapacityError):
         pool.write(row, np.array([2], dtype=np.int32), 4, first_page=3)
-    assert pool.alloc() is not None and pool.alloc() is None
+    assert pool.alloc(1) is not None and pool.alloc(1) is None
     pool.free(row)
     with pytest.raises(InvalidInput):
         pool.free(row)
     assert pool.free_rows == 1
+
+
+def test_request_rows_are_allocated_all_or_none() -> None:
+    pool = RequestToTokenPool(requests=3, context_tokens=8)
+    rows = pool.alloc(2)
+    assert rows is not None and len(set(rows)) == 2 and pool.alloc(0) == []
+    assert pool.alloc(2) is None and pool.free_rows == 1
+    pool.free(rows[0])
+    last = pool.alloc(2)
+    assert last is not None and sorted([rows[1], *last]) == [0, 1, 2]
 
 
 def test_a_pool_over_the_blocks_of_an_engine_allocates_all_but_the_padding_page() -> None:

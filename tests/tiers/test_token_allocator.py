@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from hicache.errors import InvalidInput, InvariantError
-from hicache.tiers import PageAllocator, PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator, slots_torch
+from hicache.tiers import Drafts, PageAllocator, PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator, slots_torch
 from tests.seeds import rng, seeds
 
 from ._children import run_child
@@ -123,8 +124,56 @@ def test_contradictory_arguments_are_rejected(
     assert allocator.available_tokens == 16
 
 
+def drafts_of(
+    allocator: PagedTokenToKVPoolAllocator, prefix: list[int], seq: list[int], last_loc: list[int]
+) -> Drafts:
+    drafts = allocator.alloc_drafts(lens(*prefix), lens(*seq), lens(*last_loc), sum(seq) - sum(prefix))
+    assert drafts is not None
+    return drafts
+
+
+def test_pages_that_hold_only_rejected_drafts_are_freed_and_a_partial_page_is_continued() -> None:
+    allocator = paged(8)
+    slots_of(allocator.alloc(4))  # page 1: six tokens of the first request are in pages 1 and 2
+    slots_of(allocator.alloc_extend(lens(4), lens(6), lens(7), 2))
+    drafts = drafts_of(allocator, [6, 0], [13, 5], [9, NOWHERE])
+    assert slots_of(drafts.slots) == [10, 11, 12, 13, 14, 15, 16, 20, 21, 22, 23, 24]
+    drafts.keep(lens(7, 0))
+    assert pool(allocator).used_pages == 2
+    assert slots_of(allocator.alloc_extend(lens(7, 0), lens(9, 1), lens(10, NOWHERE), 3)) == [11, 12, 16]
+
+
+@pytest.mark.parametrize("page_size", [1, 4])
+def test_all_drafts_or_none_may_be_kept_and_only_once(page_size: int) -> None:
+    allocator = paged(8, page_size) if page_size > 1 else TokenToKVPoolAllocator(PageAllocator(8, first=1))
+    kept, dropped = (drafts_of(allocator, [0], [page_size + 1], [NOWHERE]) for _ in range(2))
+    kept.keep(lens(page_size + 1))
+    dropped.keep(lens(0))
+    assert pool(allocator).used_pages == 2
+    again = drafts_of(allocator, [0], [page_size + 1], [NOWHERE])
+    assert slots_of(again.slots) == slots_of(dropped.slots)
+    dropped.keep(lens(0))
+    for drafts, length in ((kept, 0), (dropped, 1)):
+        with pytest.raises(InvalidInput, match="keep"):
+            drafts.keep(lens(length))
+    assert pool(allocator).used_pages == 4
+
+
+@pytest.mark.parametrize("wrong", [lens(2, 0), lens(3, 6), lens(3), lens(3, 0, 0), torch.zeros(2), lens(-1, 0)])
+def test_wrong_lengths_of_kept_drafts_are_rejected_and_nothing_changes(wrong: torch.Tensor) -> None:
+    allocator = paged(8)
+    drafts = drafts_of(allocator, [3, 0], [8, 5], [6, NOWHERE])
+    with pytest.raises(InvalidInput):
+        drafts.keep(wrong)
+    assert pool(allocator).used_pages == 3
+    drafts.keep(lens(3, 0))
+    assert pool(allocator).used_pages == 0
+
+
 class World:
-    """Requests that begin, extend, decode and finish over one small pool; the slots of each are kept in a list."""
+    """Requests that begin, extend, decode, draft and finish over one small pool; the slots of each are kept in a list.
+    Others go on between the drafts of some requests and their verification.
+    """
 
     def __init__(self, numbers: random.Random) -> None:
         self.numbers = numbers
@@ -132,6 +181,45 @@ class World:
         pages = PageAllocator(numbers.randint(1, 24), first=1)
         self.allocator = PagedTokenToKVPoolAllocator(pages, self.size, debug=True)
         self.requests: list[list[int]] = []
+        self.drafting: list[tuple[Drafts, list[list[int]], list[int]]] = []  # drafts, their requests, tokens before
+
+    def draft(self) -> None:
+        chosen = [self.requests.pop(self.numbers.randrange(len(self.requests)))
+                  for _ in range(self.numbers.randint(0, len(self.requests)))] + [[]]
+        before = [len(slots) for slots in chosen]
+        grow = [self.numbers.choice([0, 1, self.numbers.randint(0, 3 * self.size)]) for _ in chosen]
+        after = [old + new for old, new in zip(before, grow, strict=True)]
+        others, self.requests = self.requests, chosen
+        free = self.free_order()
+        drafts = self.allocator.alloc_drafts(lens(*before), lens(*after), self._ends(), sum(grow))
+        if drafts is not None and self.numbers.random() < 0.3:
+            drafts.keep(lens(*before))
+            assert self.free_order() == free, "as if there had been no drafts"
+            drafts = self.allocator.alloc_drafts(lens(*before), lens(*after), self._ends(), sum(grow))
+        self.requests = others + chosen
+        self._hand_out(None if drafts is None else drafts.slots, [0] * len(others) + grow)
+        if drafts is not None:
+            self.requests = others
+            self.drafting.append((drafts, chosen, before))
+
+    def verify(self) -> None:
+        if self.drafting:
+            drafts, chosen, before = self.drafting.pop(self.numbers.randrange(len(self.drafting)))
+            kept = [self.numbers.randint(old, len(slots)) for old, slots in zip(before, chosen, strict=True)]
+            drafts.keep(lens(*kept))
+            for slots, count in zip(chosen, kept, strict=True):
+                del slots[count:]
+            self.requests += chosen
+
+    def free_order(self) -> list[int]:
+        """Return the free pages in the order in which they will be allocated."""
+        twin = copy.deepcopy(pool(self.allocator))
+        pages = twin.alloc(twin.free_pages)
+        assert pages is not None
+        return [int(page) for page in pages]
+
+    def everyone(self) -> list[list[int]]:
+        return self.requests + [slots for _, chosen, _ in self.drafting for slots in chosen]
 
     def extend(self) -> None:
         if self.numbers.random() < 0.5:
@@ -158,8 +246,10 @@ class World:
 
     def _hand_out(self, slots: torch.Tensor | None, grow: list[int]) -> None:
         before = self.used_pages()
-        needed = [-(-(len(old) + new) // self.size) for old, new in zip(self.requests, grow, strict=True)]
-        assert (slots is None) == (sum(needed) > self.allocator.pages.capacity), "None if and only if there is no room"
+        pages = [(-(-len(old) // self.size), -(-(len(old) + new) // self.size))
+                 for old, new in zip(self.requests, grow, strict=True)]
+        needed = before + sum(after - now for now, after in pages)
+        assert (slots is None) == (needed > self.allocator.pages.capacity), "None if and only if there is no room"
         assert slots is not None or before == pool(self.allocator).used_pages
         rest = slots_of(slots) if slots is not None else []
         for request, count in zip(self.requests, grow if rest else [0] * len(grow), strict=True):
@@ -168,13 +258,13 @@ class World:
         assert not rest
 
     def used_pages(self) -> int:
-        return sum(-(-len(slots) // self.size) for slots in self.requests)
+        return sum(-(-len(slots) // self.size) for slots in self.everyone())
 
     def check(self) -> None:
         """Check that no slot has two owners, the tokens of a page are in order, and no page is lost."""
-        every = [slot for slots in self.requests for slot in slots]
+        every = [slot for slots in self.everyone() for slot in slots]
         assert len(set(every)) == len(every)
-        for slots in self.requests:
+        for slots in self.everyone():
             assert all(slot % self.size == token % self.size for token, slot in enumerate(slots))
             pages = [slot // self.size for slot in slots]
             assert all(pages[i] == pages[i - i % self.size] for i in range(len(pages)))
@@ -188,7 +278,7 @@ class World:
 def test_no_slot_has_two_owners_and_none_is_lost(seed: int) -> None:
     world = World(rng(seed))
     for _ in range(60):
-        world.numbers.choice([world.extend, world.decode, world.decode, world.finish])()
+        world.numbers.choice([world.extend, world.decode, world.decode, world.draft, world.verify, world.finish])()
         world.check()
 
 

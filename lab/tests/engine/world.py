@@ -75,12 +75,12 @@ class Device:
     def row(self, tokens: int, *, shuffle: int | None = None) -> int:
         """Allocate a row with pages for `tokens` tokens. `shuffle` is the seed of a random page order."""
         size = self.pool.geometry.page_size
-        row, pages = self.rows.alloc(), self.pool.allocator.alloc(-(-tokens // size))
-        assert row is not None and pages is not None
+        rows, pages = self.rows.alloc(1), self.pool.allocator.alloc(-(-tokens // size))
+        assert rows is not None and pages is not None
         if shuffle is not None:
             np.random.default_rng(shuffle).shuffle(pages)
-        self.rows.write(row, pages, size)
-        return row
+        self.rows.write(rows[0], pages, size)
+        return rows[0]
 
     def forward(self, row: int, tokens: Sequence[int], start: int = 0) -> torch.Tensor:
         """Compute `tokens` from position `start` on. Return the logits of the last one, `[vocab_size]`."""

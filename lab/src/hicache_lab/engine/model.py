@@ -173,10 +173,10 @@ class LlamaModel:
         return self.requests.free_rows
 
     def begin(self, request: Request) -> None:
-        row = self.requests.alloc()
-        if row is None:
+        rows = self.requests.alloc(1)
+        if rows is None:
             raise InvariantError("engine: fewer rows are free than requests may run")
-        self._rows[request.rid] = row
+        (self._rows[request.rid],) = rows
         self.place(request)
 
     def place(self, request: Request) -> None:
