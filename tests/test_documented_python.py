@@ -176,7 +176,8 @@ SETUPS = {
     "docs/backends/writing.md": [BACKEND],
     "docs/embedding.md": [
         CONFIG + "from hicache_lab.engine import BUNDLED_MODEL as folder", REQUEST, BATCH, PAGED, SCALES, SESSIONS,
-        SLOTS, RANKS, CONFIG + CACHE + "capacity_bytes = 1 << 20", CONFIG + "from hicache import create_cache",
+        SLOTS, CONFIG + CACHE, RANKS, CONFIG + CACHE + "capacity_bytes = 1 << 20",
+        CONFIG + "from hicache import create_cache",
     ],
     "docs/engines.md": [VLLM],
     "docs/host_cache.md": [HOST, WORKERS],

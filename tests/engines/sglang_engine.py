@@ -114,7 +114,7 @@ def wait_until_stored(engine: EngineProcess, prompts: list[list[int]], stored: C
     wait_for(stored, again)
 
 
-_STEPS = ("generate", "together", "flush", "update_weights")
+_STEPS = ("generate", "together", "flush", "sleep", "update_weights")
 
 
 class _Forked:
@@ -251,12 +251,18 @@ def _engine_steps(options: dict[str, Any]) -> Mapping[str, Callable[..., object]
         """Empty device and host memory. Return False while a request is still in flight."""
         return bool(engine.flush_cache().success)
 
+    def sleep() -> None:
+        """Release and resume the memory of the KV cache. Without SGLang's memory saver, it is not unmapped."""
+        engine.release_memory_occupation(["kv_cache"])
+        engine.resume_memory_occupation(["kv_cache"])
+
     def update_weights(model: str) -> str:
         """Load other weights in place, as a trainer does. Return the error message, or an empty string."""
         success, message, *_ = engine.update_weights_from_disk(model)
         return "" if success else str(message)
 
-    return {"generate": generate, "together": together, "flush": flush_cache, "update_weights": update_weights}
+    steps = (generate, together, flush_cache, sleep, update_weights)
+    return dict(zip(_STEPS, steps, strict=True))
 
 
 if __name__ == "__main__":

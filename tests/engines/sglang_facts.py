@@ -6,7 +6,10 @@ Runs in its own process: SGLang on a CPU needs stubs for packages, which other e
 from __future__ import annotations
 
 import inspect
+import json
+import types
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from .process import serve
@@ -17,6 +20,7 @@ _LAYERS, _HEADS, _HEAD_DIM, _LATENT, _PAGE_TOKENS, _PAGES = 3, 2, 4, 6, 8, 6
 def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     import torch  # noqa: PLC0415
     from sglang.srt.arg_groups.fields import exec_, lora, model, serving, spec  # noqa: PLC0415
+    from sglang.srt.managers.cache_controller import HiCacheController  # noqa: PLC0415
     from sglang.srt.mem_cache.device_pool_info import (  # noqa: PLC0415
         KVBufferLayout,
         KVBuffers,
@@ -37,7 +41,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     from sglang.srt.mem_cache.pool_host.mla import MLATokenToKVPoolHost  # noqa: PLC0415
     from sglang.srt.mem_cache.storage import StorageBackendFactory  # noqa: PLC0415
     from sglang.srt.observability.metrics_collector import StorageMetrics  # noqa: PLC0415
-    from sglang.srt.server_args import ServerArgs  # noqa: PLC0415
+    from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler  # noqa: PLC0415
 
     from hicache.errors import ConfigError  # noqa: PLC0415
     from hicache.integrations.sglang import HiCacheStore  # noqa: PLC0415
@@ -128,9 +132,53 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
             torch.equal(target.get_data_page(page * _PAGE_TOKENS), wanted.get(page, nothing)) for page in range(_PAGES)
         ]
 
-    def create(extra: dict[str, object], split_heads: bool = False) -> str:
-        """Create the store as SGLang does. Return the error message, if any."""
-        config = HiCacheStorageConfig(
+    def copied(folder: str, layout: str, is_mla: bool, is_packed: bool) -> dict[str, object]:
+        """Transfer pages by SGLang's functions that copy them, and by interface v1. Return what was stored, and which
+        pages of another pool are those of the source; or the error message."""
+        set_global_server_args_for_scheduler(ServerArgs(model_path="dummy", page_size=_PAGE_TOKENS))
+        storage = {"type": "file", "options": {"path": f"{folder}/pages", "free_space_floor": 0}}
+        Path(folder, "hicache.yaml").write_text(json.dumps({"storage": storage}))
+        source, target = (pool(layout, is_mla, is_packed) for _ in range(2))
+        for buffer in source.kv_buffer if isinstance(source.kv_buffer, list) else [source.kv_buffer]:
+            buffer.copy_(255 * torch.rand(buffer.shape))
+        extra = {"config": f"{folder}/hicache.yaml", "model": "random numbers", "fixed_weights": True}
+        store = HiCacheStore(settings(extra))
+        try:
+            store.register_mem_pool_host(source)
+            controller: Any = types.SimpleNamespace(
+                storage_host_pool=source, storage_backend=store, page_size=_PAGE_TOKENS
+            )
+            keys = [f"{number:064x}" for number in range(4)]
+            stored = HiCacheController._generic_page_set(controller, keys[:3], indices(4, 0, 2))
+            store.batch_set_v1(keys[3:], indices(5))
+            in_place = store.batch_get_v1(keys[:3], indices(1, 3, 0))  # in the source: pages 1, 3 and 0 are overwritten
+            same = [torch.equal(page(source, one), page(source, other)) for one, other in ((1, 4), (0, 2))]
+            controller.storage_host_pool = target
+            operation: Any = types.SimpleNamespace(request_id="request", is_terminated=lambda: False)
+            ask = [keys[0], keys[2], f"{9:064x}"]
+            count = HiCacheController._generic_page_get(controller, operation, ask, indices(3, 1, 0))
+            of_v1 = HiCacheController._generic_page_get(controller, operation, keys[3:], indices(5))
+            of_copies = [torch.equal(page(target, one), page(source, other)) for one, other in ((3, 4), (1, 2))]
+            return {
+                "stored": stored,
+                "in place": [all(in_place), *same],
+                "copied": [count, *of_copies],
+                "copied, of v1": [of_v1, torch.equal(page(target, 5), page(source, 5))],
+            }
+        except ConfigError as error:
+            return {"error": str(error)}
+        finally:
+            store.close()
+
+    def indices(*pages: int) -> torch.Tensor:
+        return torch.cat([torch.arange(page * _PAGE_TOKENS, (page + 1) * _PAGE_TOKENS) for page in pages])
+
+    def page(held: Any, number: int) -> torch.Tensor:
+        found: torch.Tensor = held.get_data_page(number * _PAGE_TOKENS)
+        return found
+
+    def settings(extra: dict[str, object], split_heads: bool = False) -> HiCacheStorageConfig:
+        return HiCacheStorageConfig(
             tp_rank=0, tp_size=1, pp_rank=0, pp_size=1, attn_cp_rank=0, attn_cp_size=1, is_mla_model=False,
             enable_storage_metrics=False, is_page_first_layout=True, model_name="small", should_split_heads=split_heads,
             extra_config={
@@ -138,6 +186,10 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
                 **extra,
             },
         )
+
+    def create(extra: dict[str, object], split_heads: bool = False) -> str:
+        """Create the store as SGLang does. Return the error message, if any."""
+        config = settings(extra, split_heads)
         try:
             made = StorageBackendFactory.create_backend("dynamic", config, pool("page_first", False))
             for call in ("get", "batch_get", "set", "batch_set", "batch_exists_v2", "batch_get_v2", "batch_set_v2"):
@@ -159,7 +211,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
         made.clear()
         return [kept, made.slot_used is not table]
 
-    steps = (methods, own, names, flags, fields, given, moved, create, new_table)
+    steps = (methods, own, names, flags, fields, given, moved, copied, create, new_table)
     return {step.__name__: step for step in steps}
 
 

@@ -76,7 +76,9 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     class Engine(fixtures, unittest.TestCase):  # type: ignore[misc]
         """One tree with its pools, and storage in `folder`: HiCache's, or with `is_theirs` SGLang's file store."""
 
-        def __init__(self, kind: str, folder: Path, is_theirs: bool, **made: Any) -> None:
+        def __init__(
+            self, kind: str, folder: Path, is_theirs: bool, *, in_place: bool = True, **made: Any
+        ) -> None:
             super().__init__("runTest")
             self.cfg = trees[kind]
             self.cache, self.allocator, self.requests = kit.fixtures.build_fixture(self.cfg, **made)
@@ -85,7 +87,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
             if not is_theirs:
                 storage = {"type": "file", "options": {"path": str(folder / "pages"), "free_space_floor": 0}}
                 (folder / "hicache.yaml").write_text(json.dumps({"storage": storage}))
-            ours = {} if is_theirs else {**_OURS, "config": str(folder / "hicache.yaml")}
+            ours = {} if is_theirs else {**_OURS, "config": str(folder / "hicache.yaml"), "interface_v1": in_place}
             arguments = ServerArgs(
                 model_path="dummy", page_size=self.cfg.page_size, hicache_io_backend="kernel",
                 hicache_mem_layout="page_first", hicache_storage_backend="file" if is_theirs else "dynamic",
@@ -178,12 +180,13 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
 
     def served(
         kind: str, folder: str, is_theirs: bool, prompts: list[list[int]], asked: list[list[int]],
-        damaged: Sequence[tuple[int, str, int]] = (),
+        damaged: Sequence[tuple[int, str, int]] = (), *, in_place: tuple[bool, bool] = (True, True),
     ) -> list[list[int]]:
         """Store `prompts` by one engine. Damage pages: (prompt, pool, page). Fetch each prompt of `asked` by an engine
-        of its own. Return for each the tokens of the hit, the pages in host memory, and the wrong ones among them."""
+        of its own. Return for each the tokens of the hit, the pages in host memory, and the wrong ones among them.
+        `in_place`: whether the first engine, and the others, transfer pages in place in HiCache's store."""
         torch.manual_seed(7)
-        with engine(kind, folder, is_theirs) as first:
+        with engine(kind, folder, is_theirs, in_place=in_place[0]) as first:
             first.fill()
             for prompt in prompts:
                 first.store(prompt)
@@ -192,7 +195,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
                 damage(first, Path(folder), is_theirs, prompts[number], pool, page)
         found = []
         for prompt in asked:
-            with engine(kind, folder, is_theirs) as other:
+            with engine(kind, folder, is_theirs, in_place=in_place[1]) as other:
                 hit = other.fetch(prompt)
                 pages = dict(other.pages())
                 wrong = sum(expected[name] != page for name, page in pages.items())

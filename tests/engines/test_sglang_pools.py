@@ -35,12 +35,14 @@ def served(sglang: EngineProcess, tmp_path: Path) -> Served:
     and the wrong ones among them."""
 
     def serve(
-        kind: str, is_theirs: bool, prompts: list[list[int]], asked: list[list[int]], damaged: Damaged = ()
+        kind: str, is_theirs: bool, prompts: list[list[int]], asked: list[list[int]], damaged: Damaged = (),
+        in_place: tuple[bool, bool] = (True, True),
     ) -> list[list[int]]:
         folder = tmp_path / f"{kind}-{is_theirs}"
         folder.mkdir()
         answer: list[list[int]] = sglang.call(
-            "served", kind=kind, folder=str(folder), is_theirs=is_theirs, prompts=prompts, asked=asked, damaged=damaged
+            "served", kind=kind, folder=str(folder), is_theirs=is_theirs, prompts=prompts, asked=asked, damaged=damaged,
+            in_place=in_place,
         )
         return answer
 
@@ -81,6 +83,19 @@ def test_a_damaged_page_is_not_served_as_by_sglangs_own_store(served: Served, ki
     (theirs,) = served(kind, True, prompts=[asked], asked=[asked], damaged=[damaged])
     assert theirs[0] == len(asked) and theirs[2] == 1
     assert mine[0] < len(asked) and mine[2] == 0
+
+
+@pytest.mark.parametrize("in_place", [(False, False), (False, True), (True, False)])
+@pytest.mark.parametrize("kind", ["full", "window"])
+def test_an_engine_that_copies_pages_shares_them_with_one_that_does_not(
+    served: Served, kind: str, in_place: tuple[bool, bool]
+) -> None:
+    asked, other = prompt(kind, (1, 6)), prompt(kind, (10_000, 6))
+    whole, part = served(
+        kind, False, prompts=[asked, other], asked=[asked, other], damaged=[(1, "kv", 2)], in_place=in_place
+    )
+    assert whole[0] == len(asked) and whole[2] == 0
+    assert part[0] < len(other) and part[2] == 0
 
 
 def test_after_a_damaged_state_the_next_request_hits_up_to_an_earlier_one(served: Served) -> None:

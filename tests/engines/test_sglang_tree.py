@@ -124,6 +124,18 @@ def test_after_a_flush_pages_come_from_files(engine: TreeProcess, llama: Path, t
     assert (tokens(found), tiers(found)) == (expected, [FROM_L3] * 2)
 
 
+def test_after_a_sleep_nothing_of_l1_is_used(engine: TreeProcess, llama: Path, tmp_path: Path) -> None:
+    """SGLang flushes once it has unmapped the memory, and asserts before that nothing is in flight."""
+    asked = prompts("sleep", 2)
+    expected = cold(engine, llama, asked, files(tmp_path), tmp_path)
+    engine.flush()
+    for _ in range(2):
+        engine.call("sleep")
+        found = engine.ask(asked)
+        assert (tokens(found), tiers(found)) == (expected, [FROM_L3] * 2)
+        engine.flush()  # so that nothing is in flight
+
+
 def test_new_weights_never_get_kv_of_others(
     engine: TreeProcess, llama: Path, other_llama: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:

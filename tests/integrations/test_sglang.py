@@ -109,6 +109,65 @@ def test_pages_are_written_and_read_without_a_copy(opened: Open, monkeypatch: py
     assert store.read(keys(2), pool.indices(2, 3)) == [True, True]
 
 
+# Pages are copied for an engine that does not transfer them in place
+
+
+def flat(pool: HostPool, number: int) -> torch.Tensor:
+    return pool.page(number).flatten()
+
+
+@pytest.mark.parametrize(("layout", "is_mla"), POOLS)
+def test_pages_written_as_tensors_are_read_in_place_and_the_other_way_round(
+    opened: Open, layout: str, is_mla: bool
+) -> None:
+    first, second = HostPool(layout, is_mla=is_mla), HostPool(layout, is_mla=is_mla)
+    first.fill()
+    one, two = opened(first), opened(second)
+    assert one.write_flat(keys(3), [flat(first, page) for page in (3, 1, 7)])
+    assert two.read(keys(3), second.indices(0, 5, 4)) == [True] * 3
+    assert all(torch.equal(second.page(target), first.page(source)) for source, target in ((3, 0), (1, 5), (7, 4)))
+    assert one.write(keys(2, "b"), first.indices(8, 9), []) == [True] * 2
+    target = torch.zeros_like(flat(first, 0))
+    found = two.read_flat(keys(3, "b"), [target, None, None])
+    assert found[0] is target and torch.equal(target, flat(first, 8)) and found[2] is None
+    assert found[1] is not None and found[1].dtype is first.dtype and torch.equal(found[1], flat(first, 9))
+
+
+def test_a_damaged_page_and_one_of_a_closed_or_stale_store_do_not_arrive(opened: Open, tmp_path: Path) -> None:
+    current = True
+    pool = HostPool("page_first")
+    pool.fill()
+    store = opened(pool, is_current=lambda: current)
+    pages = [flat(pool, number) for number in range(3)]
+    assert store.write_flat(keys(3), pages)
+    (file,) = (tmp_path / "pages").rglob(keys(3)[1])
+    data = bytearray(file.read_bytes())
+    data[300] ^= 1
+    file.write_bytes(data)
+    assert [page is None for page in store.read_flat(keys(3), [None] * 3)] == [False, True, False]
+    current = False
+    assert store.read_flat(keys(1), [None]) == [None] and not store.write_flat(keys(1), pages[:1])
+    closed = opened(pool)
+    closed.close()
+    assert closed.read_flat(keys(1), [None]) == [None] and not closed.write_flat(keys(1), pages[:1])
+
+
+@pytest.mark.parametrize("bad", [
+    None, 4096, [1.0], torch.zeros(PAGE_SIZE * LAYERS * HEADS * HEAD_DIM), torch.zeros(2, PAGE_SIZE * 24).t(),
+    torch.zeros(2 * PAGE_SIZE * LAYERS * HEADS * HEAD_DIM, device="meta"),
+], ids=["none", "address", "list", "half", "not contiguous", "meta"])
+def test_anything_but_the_tensor_of_one_page_is_rejected_and_nothing_is_stored(opened: Open, bad: Any) -> None:
+    store, good = opened(HostPool("page_first")), torch.zeros(2 * PAGE_SIZE * LAYERS * HEADS * HEAD_DIM)
+    with pytest.raises(InvalidInput):
+        store.write_flat(keys(2), [good, bad])
+    with pytest.raises(InvalidInput):
+        store.write_flat(keys(2), [good])
+    if bad is not None:
+        with pytest.raises(InvalidInput):
+            store.read_flat(keys(1), [bad])
+    assert store.lookup(keys(2)) == 0
+
+
 # Missing pages are reported page by page
 
 

@@ -1,4 +1,4 @@
-"""HiCacheStore: translates SGLang's storage interfaces v1 and v2 to a HostPoolStorage.
+"""HiCacheStore: translates SGLang's storage interfaces to a HostPoolStorage.
 
 Written for SGLang 0.5.23, which creates one store per rank and calls it from three threads.
 """
@@ -6,8 +6,7 @@ Written for SGLang 0.5.23, which creates one store per rank and calls it from th
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any, NoReturn
+from collections.abc import Callable, Sequence
 
 import torch
 from sglang.srt.mem_cache.hicache_storage import (
@@ -22,7 +21,7 @@ from sglang.srt.mem_cache.memory_pool_host import LogicalHostPool
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
 from ...arguments import instance
-from ...errors import ConfigError, HiCacheError
+from ...errors import ConfigError, HiCacheError, InvalidInput
 from ..options import known_options
 from ..store import EngineStorage
 from .identity import KV, EngineIdentity
@@ -59,7 +58,10 @@ class HiCacheStore(HiCacheStorage):
         self._engine: EngineIdentity
         known_options(OPTIONS, self._extra, _KNOWN)
         if not self._extra.get("interface_v1"):
-            self._refuse()
+            logger.warning(
+                'SGLang copies each page, and a full store may evict the head of a prompt before its tail; add '
+                '"interface_v1": 1 to --hicache-storage-backend-extra-config'
+            )
         if storage_config.should_split_heads:
             raise ConfigError(
                 f"{OPTIONS}: tp_lcm_size: pages split by heads are not supported by HiCache; remove it"
@@ -69,6 +71,8 @@ class HiCacheStore(HiCacheStorage):
         """Open storage, for the pages of the pool if it has bytes. Blocks while weights are fingerprinted for the first
         time."""
         super().register_mem_pool_host(mem_pool_host)
+        if isinstance(mem_pool_host, LogicalHostPool):
+            self._require_in_place(mem_pool_host)
         config = page_config(self._extra, mem_pool_host.page_size)
         self._engine = running_engine(self._extra, config.model_label)
         is_current = self._weights_are_those_of_now(mem_pool_host)
@@ -101,6 +105,35 @@ class HiCacheStore(HiCacheStorage):
     ) -> list[bool]:
         """See HiCacheStorage: return for each page whether it is stored now."""
         return self._open.write(keys, host_indices, None if extra_info is None else extra_info.prefix_keys)
+
+    # Interface without zero copy: a page is a tensor with the bytes of the pool's `get_data_page`
+
+    def get(
+        self, key: str, target_location: torch.Tensor | None = None, target_sizes: object = None
+    ) -> torch.Tensor | None:
+        """See HiCacheStorage: return the page, in `target_location` or a new tensor; None if it did not arrive."""
+        return self.batch_get([key], [target_location], target_sizes)[0]
+
+    def batch_get(
+        self, keys: list[str], target_locations: Sequence[torch.Tensor | None] | None = None,
+        target_sizes: object = None,
+    ) -> list[torch.Tensor | None]:
+        """See HiCacheStorage, and `get`."""
+        targets = [None] * len(keys) if target_locations is None else target_locations
+        return self._by_tensors(target_sizes).read_flat(keys, targets)
+
+    def set(
+        self, key: str, value: torch.Tensor | None = None, target_location: object = None, target_sizes: object = None
+    ) -> bool:
+        """See HiCacheStorage: return whether the page is stored now."""
+        return self.batch_set([key], None if value is None else [value], target_location, target_sizes)
+
+    def batch_set(
+        self, keys: list[str], values: Sequence[torch.Tensor] | None = None, target_locations: object = None,
+        target_sizes: object = None,
+    ) -> bool:
+        """See HiCacheStorage: return whether all pages are stored now."""
+        return self._by_tensors(target_locations, target_sizes).write_flat(keys, () if values is None else values)
 
     # Interface v2
 
@@ -151,11 +184,17 @@ class HiCacheStore(HiCacheStorage):
         if self._storage is not None and not self._storage.close():
             logger.warning("storage did not close in time; one of its threads is still running")
 
-    def _refuse(self, *_: Any, **__: Any) -> NoReturn:
-        raise ConfigError(f'{OPTIONS}: HiCache only transfers pages in place; add "interface_v1": 1')
+    def _require_in_place(self, pool: EngineHostPool) -> None:
+        if not self._extra.get("interface_v1"):
+            raise ConfigError(
+                f'{OPTIONS}: pages of {type(pool).__name__} are only transferred in place; add "interface_v1": 1'
+            )
 
-    # Unsupported methods, which copy pages
-    get = batch_get = set = batch_set = _refuse
+    def _by_tensors(self, *addresses: object) -> HostPoolStorage:
+        """Return storage. Raises InvalidInput if SGLang passes addresses or sizes of pages."""
+        if any(one is not None for one in addresses):
+            raise InvalidInput("HiCacheStore: pages by address and size are not supported; pass a tensor for each page")
+        return self._open
 
     def _add(self, name: str, pool: EngineHostPool) -> None:
         """Open a store for the pages of a pool. If that fails, close all stores: SGLang may call the others, although
@@ -163,6 +202,8 @@ class HiCacheStore(HiCacheStorage):
         storage = self._open
         try:
             pages = HostPages(pool)
+            if name == KV and not pages.is_flat:
+                self._require_in_place(pool)
             namespace = self._engine.namespace(self._config, pool, pages, name)
             storage.add(name, pages, namespace)
         except HiCacheError:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ...arguments import instance
 from ...errors import ConfigError, InvalidInput
 from ...frame import HEADER_BYTES, PageView
 from ...geometry import PAGE_SIZE_MAX, PageShape, Piece
@@ -55,12 +56,16 @@ class HostPages:
         self.dtypes = tuple(str(tensor.dtype) for tensor in tensors)
         try:
             self._sizes = [part.nbytes for part in self._parts(torch.arange(pool.page_size), 1)]
+            addresses, _ = pool.get_page_buffer_meta(torch.arange(pool.page_size))
         except (NotImplementedError, TypeError, ValueError) as error:
             raise ConfigError(
                 f"SGLang's host pool {type(pool).__name__} does not describe its pages in the layout {pool.layout!r} "
                 f"({error}); set --hicache-mem-layout page_first, or remove --hicache-storage-backend for this model"
             ) from error
         self.shape = PageShape(pool.page_size, tuple(Piece("part", size) for size in self._sizes))
+        # SGLang flattens a page in the order of its addresses, which is always the same only within one buffer.
+        self._flat_order = sorted(range(len(addresses)), key=addresses.__getitem__)
+        self.is_flat = len(tensors) == 1
 
     def views(self, indices: torch.Tensor, count: int) -> list[PageView]:
         """Return the `count` pages of the tokens `indices`, with new headers, so unsealed.
@@ -77,6 +82,27 @@ class HostPages:
             )
             for page in range(count)
         ]
+
+    def new_flat(self) -> torch.Tensor:
+        """Return memory for one page outside the pool, 1-D, of the pool's type."""
+        return torch.empty(self.shape.payload_bytes, dtype=torch.uint8).view(self._pool.dtype)
+
+    def flat_view(self, page: torch.Tensor) -> PageView:
+        """Return a page outside the pool, with the bytes of SGLang's `get_data_page`, and a new header, so unsealed.
+
+        REQUIRES: `is_flat`. Raises InvalidInput unless it is a contiguous tensor in host memory with the bytes of a
+        page.
+        """
+        page, size = instance("sglang: a page", page, torch.Tensor), self.shape.payload_bytes
+        if page.device.type != "cpu" or not page.is_contiguous() or page.nbytes != size:
+            raise InvalidInput(
+                f"sglang: a page of {page.nbytes} bytes on {page.device}; pass {size} contiguous bytes in host memory"
+            )
+        rest = _buffer(page).memory
+        parts = [rest] * len(self._sizes)
+        for part in self._flat_order:
+            parts[part], rest = rest[: self._sizes[part]], rest[self._sizes[part] :]
+        return PageView(memoryview(bytearray(HEADER_BYTES)), parts)
 
     def _parts(self, indices: torch.Tensor, count: int) -> list[memoryview]:
         page_size = self._pool.page_size

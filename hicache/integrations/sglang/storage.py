@@ -2,7 +2,8 @@
 
 SGLang calls it from three threads: for lookups, reads and stores. Interface v1 is for the pool of full attention, `kv`,
 and v2 for all pools of a model; a call of v2 has one deadline for all its pools. A call returns a result for each page;
-SGLang uses the pages before the first failure.
+SGLang uses the pages before the first failure. Its interface without zero copy has tensors in place of the pages of
+`kv`; keys, namespace and stored bytes are those of v1.
 
 Locking design: `_calls` is a deque, whose operations are atomic. `_is_stale` only ever becomes True. `_pools` grows
 while SGLang starts, and single operations on it are atomic.
@@ -105,6 +106,21 @@ class HostPoolStorage:
             )
         return self._write(batch, _parent(prefix), self._storage.deadline())
 
+    # Interface without zero copy, for the pages of v1
+
+    def read_flat(self, keys: Sequence[str], targets: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Read pages into `targets`, tensors with the bytes of SGLang's `get_data_page`, or None for new ones. Return
+        each page that arrived, None for others. The memory of their targets is undefined then."""
+        pages = self._pool(KV).pages
+        found = [pages.new_flat() if target is None else target for target in targets]
+        hits = self._read(self._flat_batch(keys, found), self._storage.deadline())
+        return [page if hit else None for page, hit in zip(found, hits, strict=True)]
+
+    def write_flat(self, keys: Sequence[str], values: Sequence[torch.Tensor]) -> bool:
+        """Store pages with the bytes of `get_data_page`; return whether all are stored now. SGLang does not pass the
+        page before them."""
+        return all(self._write(self._flat_batch(keys, values), None, self._storage.deadline()))
+
     # Interface v2
 
     def find(self, keys: Sequence[str], transfers: Sequence[PoolTransfer]) -> PoolHits:
@@ -168,6 +184,12 @@ class HostPoolStorage:
         pool = self._pool(name)
         indices = torch.empty(0, dtype=torch.int64) if host_indices is None else host_indices
         return _Batch(pool, _page_keys(keys), pool.pages.views(indices, len(keys)))
+
+    def _flat_batch(self, keys: Sequence[str], pages: Sequence[torch.Tensor]) -> _Batch:
+        if len(keys) != len(pages):
+            raise InvalidInput(f"sglang: {len(keys)} keys for {len(pages)} pages; pass a tensor for each key")
+        pool = self._pool(KV)
+        return _Batch(pool, _page_keys(keys), [pool.pages.flat_view(page) for page in pages])
 
     def _read(self, batch: _Batch, deadline: float) -> list[bool]:
         if not self._is_usable():
