@@ -112,6 +112,24 @@ def test_backups_wait_for_the_latest_fence_and_loads_for_that_of_the_last_reader
     world.close()
 
 
+def test_a_load_ends_while_a_large_backup_waits_for_its_fence() -> None:
+    """Copies have no priority: each direction has its own thread, so a load does not wait behind a backup."""
+    world, steps = World(), StepCounter()
+    world.cache.record_fence(steps.fence(0))
+    world.serve("a", prompt(1, 2))
+    world.leave_l1()
+    world.cache.record_fence(steps.fence(1))  # of the forward that computes the next prompt
+    world.serve("b", prompt(*range(10, 20), tail=0))  # without a tail, whose freed page the load would get
+    world.step()
+    loaded = world.attempt("c", prompt(1, 2))  # waits for the load, and compares
+    assert loaded.host_hit_tokens == 2 * GEOMETRY.page_size
+    assert world.cache._l1.copies_in_flight[0] == 1
+    steps.advance()
+    world.leave_l1()
+    assert world.attempt("d", prompt(*range(10, 20))).host_hit_tokens == 10 * GEOMETRY.page_size
+    world.close()
+
+
 def test_a_load_after_a_dropped_fence_waits_for_the_oldest_kept_fence(rig: Rig) -> None:
     recorded = [rig.steps.fence(0) for _ in range(FENCES_KEPT + 3)]
     for fence in recorded:
