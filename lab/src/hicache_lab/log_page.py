@@ -210,6 +210,7 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "HiCache stores pages": "Storage is open.",
         "HiCache removed": "SGLang cleared its storage.",
         "pages have": "",
+        "SGLang copies each page": "Add `\"interface_v1\": 1` to `--hicache-storage-backend-extra-config`.",
         "SGLang does not pass": "Add `\"hicache_storage_pass_prefix_keys\": true` to "
         "`--hicache-storage-backend-extra-config`.",
         "... has no effect with": "As the line says.",
