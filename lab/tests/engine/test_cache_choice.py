@@ -1,10 +1,10 @@
-"""One engine with three caches and two schedules: equal tokens, but different amounts of computation."""
+"""One engine with three caches and all schedules: equal tokens, but different amounts of computation."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from typing import Literal
+from typing import get_args
 
 import pytest
 
@@ -13,7 +13,7 @@ from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput, SessionBusy, UnknownSession
 from hicache_lab.conformance import memory_store
 from hicache_lab.engine import Engine, EngineOptions, RequestRecord, create_engine
-from hicache_lab.engine.schedule import Schedule
+from hicache_lab.engine.schedule import Policy, Schedule
 from lab.tests.engine.world import (
     assert_nothing_leaked,
     drive,
@@ -122,7 +122,7 @@ def test_random_conversations_get_equal_tokens_with_every_cache_and_schedule(see
     numbers = rng(seed)
     options = EngineOptions(
         running_max=3, prefill_tokens_max=numbers.choice([5, 32, 500]),
-        schedule=Schedule(policy=numbers.choice(["fcfs", "longest_prefix"]), defer_tokens=8),
+        schedule=Schedule(policy=numbers.choice(get_args(Policy)), defer_tokens=8),
     )
     page_size = numbers.choice([1, 4, 8, 16])
     device_pages = numbers.randint(200, 300) // page_size
@@ -164,28 +164,31 @@ def _wave(numbers: random.Random, said: dict[str, list[int]]) -> dict[str, tuple
     return wave
 
 
-# Longest prefix first
+# The order of the queue
 
 
-def order_of(engine: Engine, prompts: Sequence[list[int]]) -> list[int]:
-    """Return the order in which prompts end. With one running at a time, they begin in the same order."""
-    rids = [engine.submit(prompt, 2, ignore_eos=True) for prompt in prompts]
-    return [rids.index(rid) for rid in drive(engine)]
-
-
-@pytest.mark.parametrize(("policy", "order"), [("longest_prefix", [2, 1, 0]), ("fcfs", [0, 1, 2])])
-def test_the_order_is_as_asked_for(policy: Literal["fcfs", "longest_prefix"], order: list[int]) -> None:
-    prompts = [random_tokens(20, seed=7), PROMPTS[1], PROMPTS[4]]
+@pytest.mark.parametrize(("policy", "order"), [
+    ("fcfs", [0, 1, 2, 3]),
+    ("longest_prefix", [1, 2, 3, 0]),
+    ("depth_first_weight", [2, 1, 3, 0]),  # two wait for the second prefix; once 2 has begun, one for each
+    ("longest_output_first", [0, 3, 2, 1]),
+])
+def test_the_order_is_as_asked_for(policy: Policy, order: list[int]) -> None:
+    short = random_tokens(30, seed=9)
+    prompts = [random_tokens(20, seed=7), PROMPTS[4], *([*short, *random_tokens(9, seed=end)] for end in (8, 9))]
     config = HiCacheConfig.model_validate({"page_size": 8, "device": {"tokens": 512}})
     options = EngineOptions(running_max=1, schedule=Schedule(policy=policy, defer_tokens=8))
     with create_engine(config, CHECKPOINT, options=options) as engine:
         generate(engine, PROMPTS[3])
-        assert order_of(engine, prompts) == order
+        generate(engine, short)
+        rids = [engine.submit(prompt, new, ignore_eos=True) for prompt, new in zip(prompts, (9, 2, 3, 4), strict=True)]
+        # With one running at a time, they end in the order in which they begin.
+        assert [rids.index(rid) for rid in drive(engine)] == order
 
 
 @pytest.mark.parametrize(("schedule", "computed"), [("longest_prefix", 72 + 3 * 8), ("fcfs", 4 * 72)])
 def test_a_new_prefix_that_arrives_four_times_is_computed_once(
-    schedule: Literal["fcfs", "longest_prefix"], computed: int
+    schedule: Policy, computed: int
 ) -> None:
     """The negative control: first come, first served computes the prefix four times in one step."""
     prompts = [[*random_tokens(64, seed=1), *random_tokens(8, seed=number)] for number in (2, 3, 4, 5)]

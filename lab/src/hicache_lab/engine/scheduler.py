@@ -54,7 +54,7 @@ from .interface import Batch, Model, Output
 from .options import EngineOptions
 from .requests import EngineStatistics, FinishReason, Request, RequestRecord, Update, prompt_ids
 from .sampling import GREEDY, Sampling
-from .schedule import Candidate, longest_prefix_first
+from .schedule import Candidate, order_queue
 
 _log = logging.getLogger(__name__)
 
@@ -304,15 +304,19 @@ class Engine:
         """Return the waiting requests in the order to begin them, without those that should wait for storage or for
         another request."""
         ready = (request for request in self._waiting.copy() if self.cache.check_prefetch_progress(request.rid))
-        if self.options.schedule.policy == "fcfs" or isinstance(self.cache, ChunkCache):
+        schedule = self.options.schedule
+        if schedule.policy == "fcfs" or (schedule.looks_up and isinstance(self.cache, ChunkCache)):
             return ready
-        return longest_prefix_first(
-            [Candidate(request, request.key(len(request.tokens)), request.arrival_s) for request in ready],
+        return order_queue(
+            [
+                Candidate(one, one.key(len(one.tokens)), one.arrival_s, one.max_new_tokens, one.sequence)
+                for one in ready
+            ],
             self.cache.peek,
             page_size=self.cache.page_size,
             now_s=self._clock(),
             computing=[request.key(request.prefill_end) for request in self._running.values() if request.prefilling],
-            options=self.options.schedule,
+            options=schedule,
         ).now
 
     def _join_session(self, request: Request) -> None:
