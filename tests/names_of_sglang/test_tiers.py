@@ -13,6 +13,7 @@ from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import Indices
 from tests.cache.world import GEOMETRY, World, every_hit, filled, memory_backend, prompt
 from tests.tuned import tuned
+from tests.waiting import wait_for
 
 PAGE = GEOMETRY.page_size
 CHAIN = prompt(1, 2, 3)
@@ -196,6 +197,45 @@ def test_the_forward_reads_a_layer_while_later_layers_are_still_being_loaded() -
     transfer.wait_layer(1)
     assert (rows[1] == expected[1]).all()
     world.cache.cache_finished_req(request, CHAIN)
+
+
+class GatedBackups(CpuCopyEngine):
+    """Copies to L2 wait while `go_on` is not set."""
+
+    go_on = threading.Event()
+    waits = threading.Event()
+
+    def _backup_layer(self, layer: int, blocks: Indices, host_blocks: Indices) -> None:
+        if not self.go_on.is_set():
+            self.waits.set()
+            assert self.go_on.wait(30)
+        super()._backup_layer(layer, blocks, host_blocks)
+
+
+def test_done_otherwise_copies_have_no_priority_because_a_load_never_waits_for_a_backup() -> None:
+    """SGLang merges copies into operations with a priority each."""
+    GatedBackups.go_on.set()
+    world = World(config=every_hit(), copies=GatedBackups)
+    world.serve("a", CHAIN)
+    world.leave_l1()
+    GatedBackups.go_on.clear()
+    world.serve("b", prompt(7, 8))
+    wait_for(GatedBackups.waits.is_set, world.step)
+    assert world.serve("c", CHAIN).host_hit_tokens == 3 * PAGE  # `serve` waits for the load and compares its pages
+    assert world.cache.match_prefix(prompt(7, 8)).node.backup_pending
+    GatedBackups.go_on.set()
+
+
+def test_done_otherwise_l2_has_one_layout_with_all_layers_of_a_page_side_by_side() -> None:
+    """SGLang has layer_first and page_first."""
+    world = world_of("write_through")
+    world.serve("a", CHAIN)
+    world.settle()
+    pages = world.cache.match_prefix(CHAIN).node.host
+    assert pages is not None
+    for number, page in enumerate(pages.tolist()):
+        expected = world.expected(CHAIN, number)
+        assert expected is not None and bytes(world.host.payload(page)) == expected.tobytes()
 
 
 def test_a_request_that_is_aborted_before_its_load_starts_copies_nothing() -> None:
