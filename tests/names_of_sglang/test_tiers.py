@@ -204,11 +204,13 @@ class GatedBackups(CpuCopyEngine):
 
     go_on = threading.Event()
     waits = threading.Event()
+    gave_up = False
 
     def _backup_layer(self, layer: int, blocks: Indices, host_blocks: Indices) -> None:
         if not self.go_on.is_set():
             self.waits.set()
-            assert self.go_on.wait(30)
+            if not self.go_on.wait(20):
+                GatedBackups.gave_up = True
         super()._backup_layer(layer, blocks, host_blocks)
 
 
@@ -222,7 +224,7 @@ def test_done_otherwise_copies_have_no_priority_because_a_load_never_waits_for_a
     world.serve("b", prompt(7, 8))
     wait_for(GatedBackups.waits.is_set, world.step)
     assert world.serve("c", CHAIN).host_hit_tokens == 3 * PAGE  # `serve` waits for the load and compares its pages
-    assert world.cache.match_prefix(prompt(7, 8)).node.backup_pending
+    assert not GatedBackups.gave_up and world.cache.match_prefix(prompt(7, 8)).node.backup_pending
     GatedBackups.go_on.set()
 
 
