@@ -1,4 +1,4 @@
-"""The pools and allocators of L1: what SGLang's memory_pool.py and allocator.py define."""
+"""The pools and allocators of L1, as in SGLang's memory_pool.py and allocator.py."""
 
 from __future__ import annotations
 

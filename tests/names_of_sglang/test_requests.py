@@ -139,7 +139,7 @@ def test_a_session_keeps_its_kv_to_the_last_token_between_turns() -> None:
         world.cache.join_session("c", "s")
 
 
-def test_a_session_has_one_turn_at_a_time_and_other_requests_are_served_as_ever() -> None:
+def test_a_session_has_one_turn_at_a_time_and_other_requests_are_not_affected() -> None:
     world = World(kind=SessionCache)
     assert isinstance(world.cache, SessionCache)
     world.cache.open_session("s")
@@ -151,7 +151,7 @@ def test_a_session_has_one_turn_at_a_time_and_other_requests_are_served_as_ever(
     world.cache.abort_prefetch("a")
 
 
-def test_done_otherwise_a_session_cache_is_a_tree_cache_itself_and_wraps_none() -> None:
+def test_done_otherwise_a_session_cache_is_a_tree_cache_and_does_not_wrap_one() -> None:
     """SGLang's SessionAwareCache wraps any cache. Here `sessions.enabled` selects the class."""
     assert issubclass(SessionCache, HiRadixCache)
     config = HiCacheConfig.model_validate(

@@ -105,7 +105,7 @@ class WatchedBackend(GatedBackend):
 
 
 def test_a_backend_reads_straight_into_the_memory_of_l2() -> None:
-    """The `_v1` verbs and their zero copy: there is no other kind of verb here."""
+    """As with SGLang's `_v1` verbs; a backend has no others here."""
     backend = filled(WatchedBackend(), KEY)
     world = world_of(backend)
     world.prefetch("a", KEY)
@@ -155,7 +155,7 @@ def test_wait_complete_waits_for_all_pages() -> None:
 
 
 def test_done_otherwise_wait_complete_ends_after_a_minute() -> None:
-    """In SGLang a store that hangs keeps such a request for ever."""
+    """In SGLang such a request waits as long as the store hangs."""
     backend, clock = filled(GatedBackend(), KEY), ShiftedClock()
     world = world_of(backend, clock=clock, policy="wait_complete")
     backend.reads.clear()
@@ -217,7 +217,7 @@ def test_prefetches_hold_at_most_their_share_of_l2_and_further_ones_wait() -> No
     assert world.attempt("b", other).storage_hit_tokens == 4 * PAGE
 
 
-def test_an_aborted_request_gives_back_what_its_prefetch_holds() -> None:
+def test_an_aborted_request_frees_the_pages_of_its_prefetch() -> None:
     backend = filled(GatedBackend(), KEY)
     world = world_of(backend)
     backend.reads.clear()
@@ -281,7 +281,7 @@ def test_another_engine_finds_the_prefixes_of_one_that_has_ended(tmp_path: Path)
     assert hits == [0, 4 * PAGE]
 
 
-def test_an_index_of_events_is_the_global_view_of_what_the_tiers_hold() -> None:
+def test_an_index_of_events_is_the_view_of_all_tiers() -> None:
     world = World(config=every_hit(), backend=memory_backend())
     assert isinstance(world.cache, HiRadixCache)
     stream, index = EventStream(1 << 20), PrefixIndex()

@@ -1,4 +1,4 @@
-"""What SGLang's RadixCache does with keys and nodes, on `RadixTree`: match, split, insert."""
+"""Keys and nodes as in SGLang's RadixCache, on `RadixTree`: match, split, insert."""
 
 from __future__ import annotations
 
