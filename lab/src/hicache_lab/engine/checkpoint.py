@@ -12,6 +12,7 @@ checkpoint is rejected, because a forward that ignores a setting computes wrong 
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -97,10 +98,14 @@ class LlamaConfig:
             }
         return shapes
 
+    def scale_names(self, part: str) -> list[str]:
+        """Return the names of the scales of K (`k`) or V (`v`), one per layer. A checkpoint has all of them or none."""
+        return [f"model.layers.{layer}.self_attn.{part}_scale" for layer in range(self.layers)]
+
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A loaded checkpoint. `tensors` are on the CPU in the stored dtype.
+    """A loaded checkpoint. `tensors` are on the CPU in the stored dtype, with the scales of KV if it has any.
 
     `fingerprint` is that of the folder (`loaded_fingerprint`). It is the `model` of the cache's namespace, so
     engines with different weights never share a page. `label` is its label, the folder.
@@ -124,17 +129,40 @@ def load_checkpoint(folder: Path) -> Checkpoint:
     config = parse_config(_read_json(config_path), config_path)
     files = _weight_files(folder)
     wanted = config.tensor_shapes()
+    names = {*wanted, *config.scale_names("k"), *config.scale_names("v")}
     tensors: dict[str, torch.Tensor] = {}
     for path in files:
         try:
             with safetensors.safe_open(str(path), framework="pt", device="cpu") as shard:
                 for name in shard.keys():  # noqa: SIM118  a handle of safetensors is not a mapping
-                    if name in wanted:
+                    if name in names:
                         tensors[name] = shard.get_tensor(name)
         except (OSError, safetensors.SafetensorError) as error:
             raise ConfigError(f"{path}: cannot be read as safetensors: {error}") from error
     _check_tensors(folder, tensors, wanted)
     return Checkpoint(config, tensors, loaded_fingerprint(folder, began_ns), str(folder.resolve()))
+
+
+def kv_scales(
+    config: LlamaConfig, tensors: Mapping[str, torch.Tensor], kv_dtype: str
+) -> tuple[list[float], list[float]]:
+    """Return the scale of K and that of V of each layer: those of the checkpoint for KV in float8, else 1.
+
+    Raises ConfigError if only some layers have scales, and for a scale that is not one positive number.
+    """
+    names = config.scale_names("k"), config.scale_names("v")
+    if not kv_dtype.startswith("float8") or tensors.keys().isdisjoint(names[0] + names[1]):
+        return [1.0] * config.layers, [1.0] * config.layers
+    return [_scale(tensors, name) for name in names[0]], [_scale(tensors, name) for name in names[1]]
+
+
+def _scale(tensors: Mapping[str, torch.Tensor], name: str) -> float:
+    if name not in tensors:
+        raise ConfigError(f"model: {name} is missing, but other scales of KV are there; download the checkpoint again")
+    value = tensors[name].tolist() if tensors[name].numel() != 1 else tensors[name].item()
+    if not isinstance(value, float) or not 0 < value < math.inf:
+        raise ConfigError(f"model: {name} is {value}; this engine supports one positive number per layer")
+    return value
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

@@ -10,7 +10,7 @@ and computed results for equality. This holds by construction:
    choose kernels, and with them the order of a sum, by shape. So tiles are never stacked, although that is faster.
 3. A tile is a separate `AttentionBatch`: TILE queries over exactly (t + 1) * TILE keys, read from the pool. So the
    shapes of `RadixAttention` depend only on the position. KV of the tile itself is also read from the pool, so a pool
-   of a narrower dtype rounds it once, for all requests.
+   of a narrower dtype rounds it once, for all requests. The scales of KV in float8 are constants of the model.
 4. Row i of a matrix product, a normalisation or an attention depends only on row i of its input. Keys after a position
    have the weight 0. K and V after the last computed token are zeros, so that other content of the pool (a freed page,
    a NaN) cannot pass through 0 * x.
@@ -38,7 +38,7 @@ from hicache.errors import CapacityError, InvalidInput, InvariantError
 from hicache.tiers import Fence, MHATokenToKVPool, RequestToTokenPool, token_slots
 from hicache.tiers.upload import upload
 
-from .checkpoint import LlamaConfig
+from .checkpoint import LlamaConfig, kv_scales
 from .interface import Batch
 from .requests import Request
 from .sampling import greedy, pick
@@ -140,8 +140,11 @@ class LlamaModel:
         self._final_norm = self._weight(tensors, "model.norm.weight")
         self._head = self._embedding if config.tied_embeddings else self._weight(tensors, "lm_head.weight")
         self._layers = [self._load_layer(tensors, f"model.layers.{layer}") for layer in range(config.layers)]
+        # Without a scale instead of with 1, attention reads KV of float32 as it is.
+        scales = [[scale if scale != 1 else None for scale in some] for some in kv_scales(config, tensors, shape.dtype)]
         self._attention = [
-            RadixAttention(config.heads, config.head_dim, config.kv_heads, layer) for layer in range(config.layers)
+            RadixAttention(config.heads, config.head_dim, config.kv_heads, layer, k_scale=k_scale, v_scale=v_scale)
+            for layer, (k_scale, v_scale) in enumerate(zip(*scales, strict=True))
         ]
         self._cos, self._sin = _rotary_tables(config, columns, self.device)
 
