@@ -93,6 +93,11 @@ class PagedKernel:
         assert kv[0][ids[2], 8].eq(1).all() and kv[0].shape[1:] == (16, 2, 16) and scale == 0.25
         return q
 """
+POOLS = CONFIG + """
+import torch
+window_geometry, window, slots = KVGeometry(layers=2, heads=2, head_dim=16, page_size=16), 64, 40
+state_layers, state_shape, prompt_tokens, device = 3, (2, 16, 16), 300, torch.device("cpu")
+"""
 SLOTS = CONFIG + CACHE + """
 import torch
 device, prefix_lens, seq_lens, extend_tokens = "cpu", torch.tensor([0]), torch.tensor([20]), 20
@@ -175,8 +180,8 @@ SETUPS = {
     "docs/backends/s3.md": [""],
     "docs/backends/writing.md": [BACKEND],
     "docs/embedding.md": [
-        CONFIG + "from hicache_lab.engine import BUNDLED_MODEL as folder", REQUEST, BATCH, PAGED, SCALES, SESSIONS,
-        SLOTS, CONFIG + CACHE, RANKS, CONFIG + CACHE + "capacity_bytes = 1 << 20",
+        CONFIG + "from hicache_lab.engine import BUNDLED_MODEL as folder", REQUEST, BATCH, PAGED, SCALES, POOLS,
+        SESSIONS, SLOTS, CONFIG + CACHE, RANKS, CONFIG + CACHE + "capacity_bytes = 1 << 20",
         CONFIG + "from hicache import create_cache",
     ],
     "docs/engines.md": [VLLM],

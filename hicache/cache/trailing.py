@@ -47,9 +47,11 @@ class TrailingTier:
         for pool in pools:
             allocator = instance("trailing: the free list of L1", device.allocator, PageAllocator)
             pool.attach(self._page_size, allocator.first + allocator.capacity, first_layer)
-            if controller is not None and pool.trailing_pages > controller.config.transfer.load_pages_max:
+            most = pool.trailing_pages if controller is None else controller.config.transfer.load_pages_max
+            if pool.trailing_pages > most:
                 raise InvalidInput(
-                    f"transfer.load_pages_max: pool {pool.name} loads {pool.trailing_pages} pages at once; raise it"
+                    f"trailing pool {pool.name}: a request loads {pool.trailing_pages} pages at once, the queue has "
+                    f"room for {most}; use larger pages"
                 )
             first_layer += len(pool.pieces)
             allocator.freed.append(pool.drop)

@@ -76,7 +76,7 @@ class TrailingPool:
         end = slots.first + slots.capacity
         self._page_of = np.zeros(end, np.int32)
         self._holds = np.zeros(end, np.int32)
-        self._used = np.zeros(end, np.int64)  # number of the last `hold`
+        self._used = np.zeros(end, np.int64)  # number of the last use, counted over all pages
         self._on_host = np.zeros(end, np.bool_)  # the page was copied to L2
         self._awaited = np.zeros(end, np.bool_)  # the copy from L2 that fills the slot has not begun
         self._uses = 0
@@ -109,8 +109,8 @@ class TrailingPool:
         self._slot_of[lacking], self._page_of[slots] = slots, lacking
         self._on_host[slots] = self._awaited[slots] = from_host
         self._hold(slots, +1)
-        self._uses += 1
-        self._used[self._slot_of[pages]] = self._uses
+        self._used[self._slot_of[pages]] = np.arange(self._uses, self._uses + len(pages))  # the last page is the newest
+        self._uses += len(pages)
         return True
 
     def release(self, pages: PageIds, *, on_host: bool = False) -> None:
