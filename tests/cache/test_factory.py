@@ -6,6 +6,7 @@ import gc
 import itertools
 import os
 import socket
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from hicache.geometry import DTYPE_BYTES, KVGeometry
 from hicache.host_memory import HostMemory
 from hicache.keys import Namespace, RadixKey
 from hicache.shared_memory import path_of
-from hicache.tiers import KVPool, create_device_pool
+from hicache.tiers import KVPool, MHATokenToKVPool, TrailingPool, create_device_pool
 from hicache.tiers.memory import DeviceMemory, host_is_pinned
 from tests.ranks import gloo_ranks
 
@@ -216,13 +217,18 @@ def test_a_store_too_small_for_one_page_is_rejected(tmp_path: Path) -> None:
 DEADLINE_S = 60.0
 
 
-def started(*rank_configs: HiCacheConfig) -> list[TreeCache | BaseException]:
-    """Start all ranks at once; return the cache or the error of each."""
+def started(*rank_configs: HiCacheConfig, slots: Sequence[int] = ()) -> list[TreeCache | BaseException]:
+    """Start all ranks at once, with `slots`, if any, of a trailing pool in each; return the cache or the error of each.
+    """
+    pools = [[TrailingPool("window", MHATokenToKVPool(GEOMETRY, count), 3)] for count in slots]
     groups = gloo_ranks(len(rank_configs), deadline_s=DEADLINE_S)
     size = len(groups)
     with ThreadPoolExecutor(size) as pool:
         starts = [
-            pool.submit(create_cache, chosen, replace(NAMESPACE, tp_rank=group.rank, tp_size=size), ranks=group)
+            pool.submit(
+                create_cache, chosen, replace(NAMESPACE, tp_rank=group.rank, tp_size=size), ranks=group,
+                trailing=pools[group.rank] if slots else (),
+            )
             for chosen, group in zip(rank_configs, groups, strict=True)
         ]
     return [start.exception() or start.result() for start in starts]
@@ -252,6 +258,15 @@ def test_several_ranks_cannot_have_a_share_of_memory_and_one_can(monkeypatch: py
 def test_ranks_with_different_thresholds_do_not_start() -> None:
     for error in started(config(), config(load_back_threshold_tokens=99)):
         assert isinstance(error, RankError)
+
+
+def test_ranks_with_trailing_pools_of_different_sizes_do_not_start() -> None:
+    for error in started(config(), config(), slots=[8, 9]):
+        assert isinstance(error, RankError)
+        assert "differ" in str(error)
+    for cache in started(config(), config(), slots=[8, 8]):
+        assert isinstance(cache, HiRadixCache)
+        cache.close()
 
 
 def test_caches_without_reuse_start_only_if_all_ranks_have_them() -> None:

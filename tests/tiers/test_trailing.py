@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
 from hicache.errors import CapacityError, InvalidInput, InvariantError
-from hicache.geometry import KVGeometry
+from hicache.geometry import KVGeometry, PageShape
 from hicache.tiers import BlockPool, EngineBlocks, HostPool, HostWindow, KVPool, TrailingPool, create_copy_engine
+from hicache.tiers.device import known_device
 from hicache.tiers.trailing import PooledCopies
 from hicache.types import PageIds
 from tests.seeds import seeds
@@ -26,12 +26,9 @@ def ids(*pages: int) -> PageIds:
     return np.array(pages, dtype=np.int32)
 
 
-def states(slots: int) -> BlockPool:
-    return BlockPool(EngineBlocks([[torch.zeros(slots + 1, STATE_BYTES, dtype=torch.uint8)]], first=1))
-
-
-def pool_of(slots: int, trailing_tokens: int = 5) -> TrailingPool:
-    pool = TrailingPool("states", states(slots), trailing_tokens)
+def pool_of(slots: int, trailing_tokens: int = 5, device: torch.device | None = None) -> TrailingPool:
+    states = torch.zeros(slots + 1, STATE_BYTES, dtype=torch.uint8, device=device)
+    pool = TrailingPool("states", BlockPool(EngineBlocks([[states]], first=1)), trailing_tokens)
     pool.attach(MAIN.page_size, PAGES, MAIN.layers)
     return pool
 
@@ -41,7 +38,7 @@ def test_a_pool_needs_the_pages_of_its_tokens_and_one_more() -> None:
     with pytest.raises(CapacityError, match="2 slots, but a request needs 2"):
         pool_of(2)
     with pytest.raises(InvalidInput, match="trailing_tokens"):
-        TrailingPool("states", states(4), 0)
+        TrailingPool("states", BlockPool(EngineBlocks([[torch.zeros(4, 8)]])), 0)
     with pytest.raises(InvalidInput, match="pool"):
         TrailingPool("states", EngineBlocks([[torch.zeros(4, 8)]]), 1)  # type: ignore[arg-type]
 
@@ -155,11 +152,18 @@ def test_slots_and_holds_move_to_pages_with_the_same_content(present: bool) -> N
     pool.check()
 
 
-def test_the_copies_of_several_pools_are_one_copy_with_layers_numbered_through() -> None:
-    shape = replace(MAIN, layers=MAIN.layers).shape
-    trailing = pool_of(6)
-    host = HostPool(type(shape)(shape.tokens, (*shape.pieces, *trailing.pieces)), 6)
-    l1 = torch.zeros(2, PAGES, MAIN.layer_bytes, dtype=torch.uint8)
+CUDA = pytest.param(
+    "cuda", marks=[pytest.mark.cuda, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+)
+
+
+@pytest.mark.parametrize("name", ["cpu", CUDA])
+def test_the_copies_of_several_pools_are_one_copy_with_layers_numbered_through(name: str) -> None:
+    device = known_device(name)
+    trailing = pool_of(6, device=device)
+    pin = device if device.type == "cuda" else None
+    host = HostPool(PageShape(MAIN.page_size, (*MAIN.shape.pieces, *trailing.pieces)), 6, pin=pin)
+    l1 = torch.zeros(2, PAGES, MAIN.layer_bytes, dtype=torch.uint8, device=device)
     main = KVPool(MAIN, EngineBlocks([[layer] for layer in l1], first=1))
     state = trailing.pool.blocks.layers[0][0]
     copies = PooledCopies(
@@ -169,6 +173,8 @@ def test_the_copies_of_several_pools_are_one_copy_with_layers_numbered_through()
     trailing.hold(ids(7, 8))
     slots = trailing.slots(ids(7, 8)).tolist()
     l1[:, 7], l1[:, 8], state[slots[0]], state[slots[1]] = 17, 18, 27, 28
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
     assert copies.backup(ids(7, 8), ids(2, 5)).wait(10.0)
 
     def part(page: int, piece: int) -> set[int]:
