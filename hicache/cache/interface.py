@@ -48,7 +48,7 @@ class TreeCache(Protocol):
 
     def peek(self, key: RadixKey) -> Peek:
         """Return how many pages of `key` are cached and reusable. Changes nothing, not even the order of eviction. For
-        schedulers that sort their queue.
+        schedulers that sort their queue. With trailing pools, `begin_request` may find less.
         """
 
     def prefetch_from_storage(self, rid: str, key: RadixKey, *, trace: Mapping[str, str] | None = None) -> bool:

@@ -33,6 +33,7 @@ PERIOD_S_MAX = 300.0
 # the configuration.
 LIMITS: Mapping[str, str] = {
     "backup_no_host_room": "backups found no room on the host (host.size)",
+    "backup_without_slots": "backups found pages without slots (larger trailing pools, or share pages sooner)",
     "pin_share": "pins were refused (pin_host_share)",
     "prefetch_host_share": "prefetches found their share of the host full (prefetch.host_share)",
     "prefetch_no_host_room": "prefetches found no room on the host (host.size)",
