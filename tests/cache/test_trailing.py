@@ -46,11 +46,11 @@ def stamp(tokens: list[int], page: int) -> float:
 class Engine:
     """Computes prompts of small tokens in chunks of three pages, and verifies every byte that attention would read."""
 
-    def __init__(self, configuration: HiCacheConfig, slots: int = 12) -> None:
+    def __init__(self, configuration: HiCacheConfig, slots: int = 12, tokens: int = WINDOW - 1) -> None:
         self.windows = MHATokenToKVPool(WINDOWS, slots)
         self.states = [torch.zeros(slots + 1, 50) for _ in range(2)]
         self.trailing = [
-            TrailingPool("window", self.windows, WINDOW - 1),
+            TrailingPool("window", self.windows, tokens),
             TrailingPool("state", BlockPool(EngineBlocks([[state] for state in self.states], first=1)), 1),
         ]
         self.cache: TreeCache = create_cache(configuration, Namespace("weights", MAIN), trailing=self.trailing)
@@ -99,7 +99,7 @@ class Engine:
                 assert all((part[kv.pages[page]] == stamp(tokens, page)).all() for part in device.get_kv_buffer(layer))
         window, state = self.trailing
         for layer in range(WINDOWS.layers):
-            for page in range(max(0, first - 2), first):
+            for page in range(max(0, first - window.trailing_pages), first):
                 slot = window.slots(kv.pages[page : page + 1])[0]
                 assert slot
                 assert all((part[slot] == stamp(tokens, page)).all() for part in self.windows.get_kv_buffer(layer))
@@ -132,8 +132,8 @@ class Engine:
 
 
 @contextmanager
-def engine(configuration: HiCacheConfig, slots: int = 12) -> Iterator[Engine]:
-    built = Engine(configuration, slots)
+def engine(configuration: HiCacheConfig, slots: int = 12, tokens: int = WINDOW - 1) -> Iterator[Engine]:
+    built = Engine(configuration, slots, tokens)
     with built.cache:
         yield built
 
@@ -149,6 +149,7 @@ def test_a_prompt_is_a_hit_on_l1_on_l2_in_storage_and_after_a_restart(tmp_path: 
         assert one.run(tokens) == (0, 0, 0)
         assert one.run(tokens) == (40, 0, 0)
         one.cache.evict(40)
+        assert not any(pool.pool.allocator.used_pages for pool in one.trailing)
         assert one.run(tokens) == (0, 40, 0)
         one.cache.clear()
         assert one.run(tokens) == (0, 0, 40)
@@ -170,6 +171,19 @@ def test_a_prefix_on_l1_that_has_lost_its_slots_gets_them_back_from_l2() -> None
         assert one.run(tokens[: 5 * PAGE] + prompt(3, 3)) == (20, 0, 0)  # leaves the prompt in the middle
         # two pages of the window for each; the state's page is one of them
         assert one.cache.statistics().controller.loaded_pages == loaded + 4
+
+
+def test_a_pool_that_each_token_needs_has_the_whole_context_as_its_trailing_tokens() -> None:
+    """Such as the keys of an indexer, or the KV of a draft model."""
+    tokens = prompt(10, 1)
+    with engine(config(device=90, host=100), slots=22, tokens=20 * PAGE) as one:
+        one.run(tokens)
+        assert one.run(tokens) == (40, 0, 0)
+        one.take_all_slots()
+        loaded = one.cache.statistics().controller.loaded_pages
+        assert one.run(tokens) == (40, 0, 0)
+        lacking = one.cache.statistics().controller.loaded_pages - loaded
+        assert lacking > 2
 
 
 def test_without_copies_on_l2_a_prefix_ends_where_slots_are_and_computing_it_gives_its_pages_slots() -> None:
