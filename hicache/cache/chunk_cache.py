@@ -124,7 +124,7 @@ class ChunkCache:
     def prepare(self, request: RequestKV, start: int, end: int) -> bool:
         """As `TreeCache.prepare`."""
         self._running.require(request)
-        return self._trailing.prepare(request, start, end)
+        return self._trailing.prepare(request, start, end, shares=False)
 
     def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
         """Share nothing; the request keeps its pages. Raises InvalidInput as every cache does."""

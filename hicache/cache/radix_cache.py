@@ -154,7 +154,8 @@ class HiRadixCache(TieredCache):
     def prepare(self, request: RequestKV, start: int, end: int) -> bool:
         """As `TreeCache.prepare`."""
         self.running.require(request)
-        prepared = self._trailing.prepare(request, start, end)
+        shares = request.tree is self.tree and self._device_fault is None
+        prepared = self._trailing.prepare(request, start, end, shares=shares)
         if not prepared:
             self._counters.skipped["no_slots"] += 1
         return prepared

@@ -5,7 +5,7 @@ Rule of a hit: the last `trailing_pages` pages of the prefix on L1 have a slot i
 all pools. A page is copied to L2 only while it has all slots, so no frame lacks a part.
 
 A request holds the slots of the last pages before its next token, of the pages that it computes, and of those that it
-has computed but not shared: once they are shared, the copy to L2 holds them.
+has computed and will share: once they are shared, the copy to L2 holds them.
 
 Called by the scheduler thread only; no lock. Invariant, verified by `check()`: each pool's slots are consistent, and
 without requests and copies none is held.
@@ -112,8 +112,8 @@ class TrailingTier:
         tree.unlock(node)
         return True
 
-    def prepare(self, request: RequestKV, start: int, end: int) -> bool:
-        """As `TreeCache.prepare`."""
+    def prepare(self, request: RequestKV, start: int, end: int, *, shares: bool) -> bool:
+        """As `TreeCache.prepare`. `shares`: the request will share what it computes."""
         page_size = self._page_size
         if not 0 <= whole("start", start) < whole("end", end) <= len(request.pages) * page_size:
             raise InvalidInput(
@@ -123,7 +123,8 @@ class TrailingTier:
             return True
         first, last = start // page_size, -(-end // page_size)
         pages, held = request.pages, request.trailing or [(0, 0)] * len(self.pools)
-        kept = [(max(begin, min(first - pool.trailing_pages, request.shared_pages, stop)), stop)
+        shared = request.shared_pages if shares else first
+        kept = [(max(begin, min(first - pool.trailing_pages, shared, stop)), stop)
                 for pool, (begin, stop) in zip(self.pools, held, strict=True)]
         self._release([pages[begin:keep] for (begin, _), (keep, _) in zip(held, kept, strict=True)])
         request.trailing = kept

@@ -363,8 +363,8 @@ class _FreesSlotsOfLoads(_Silent):
 class _FreesSlotsOfRequests(_Silent):
     """A request does not keep the slots that it reads."""
 
-    def prepare(self, request: RequestKV, start: int, end: int) -> bool:
-        prepared = super().prepare(request, start, end)
+    def prepare(self, request: RequestKV, start: int, end: int, *, shares: bool) -> bool:
+        prepared = super().prepare(request, start, end, shares=shares)
         if prepared:
             self.end(request)
             request.trailing = [(end // self._page_size,) * 2] * len(self.pools)
