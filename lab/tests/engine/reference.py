@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from hicache_lab.engine import LlamaConfig
+from hicache_lab.engine import LayerKind, LlamaConfig
 
 
 def reference_logits(config: LlamaConfig, tensors: Mapping[str, torch.Tensor], tokens: Sequence[int]) -> torch.Tensor:
@@ -21,16 +21,22 @@ def reference_logits(config: LlamaConfig, tensors: Mapping[str, torch.Tensor], t
 
     count, dim = len(tokens), config.head_dim
     x = weight("model.embed_tokens")[list(tokens)]
-    for layer in range(config.layers):
+    distance = torch.arange(count)[:, None] - torch.arange(count)
+    for layer, kind in enumerate(config.kinds):
         name = f"model.layers.{layer}"
         h = norm(x, f"{name}.input_layernorm")
         q, k, v = (h @ weight(f"{name}.self_attn.{part}_proj").T for part in "qkv")
+        gate = h @ weight(f"{name}.self_attn.decay_proj").T if kind is LayerKind.LINEAR else None
+        sees = distance < (config.sliding_window or 0) if kind is LayerKind.WINDOW else distance < count
         heads = []
         for head in range(config.heads):
             shared = head * config.kv_heads // config.heads
             own, other = slice(head * dim, (head + 1) * dim), slice(shared * dim, (shared + 1) * dim)
+            if gate is not None:
+                heads.append(decayed(q[:, own] / math.sqrt(dim), k[:, other], v[:, other], gate[:, shared]))
+                continue
             scores = turn(config, q[:, own]) @ turn(config, k[:, other]).T / math.sqrt(dim)
-            scores = scores + torch.full((count, count), -math.inf, dtype=torch.float64).triu(1)
+            scores = scores.masked_fill((distance < 0) | ~sees, -math.inf)
             heads.append(scores.softmax(-1) @ v[:, other])
         x = x + torch.cat(heads, dim=1) @ weight(f"{name}.self_attn.o_proj").T
         h = norm(x, f"{name}.post_attention_layernorm")
@@ -39,6 +45,14 @@ def reference_logits(config: LlamaConfig, tensors: Mapping[str, torch.Tensor], t
         x = x + (gate / (1 + torch.exp(-gate)) * up) @ weight(f"{name}.mlp.down_proj").T
     head_name = "model.embed_tokens" if config.tied_embeddings else "lm_head"
     return norm(x, "model.norm") @ weight(head_name).T
+
+
+def decayed(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
+    """Return linear attention with decay, `[tokens, head_dim]`, as one product: token s has, at t, the weight of the
+    decays after s."""
+    decays = torch.sigmoid(gate).log().cumsum(0) / 16
+    weights = (decays[:, None] - decays).exp().tril()
+    return (q @ k.T * weights) @ v
 
 
 def turn(config: LlamaConfig, x: torch.Tensor) -> torch.Tensor:

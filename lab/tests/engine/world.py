@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,13 +24,34 @@ from hicache.tiers import (
     RequestToTokenPool,
     create_copy_engine,
 )
-from hicache_lab.engine import TILE, Checkpoint, Engine, EngineOptions, LlamaConfig, LlamaModel, RequestRecord, Span
+from hicache.types import PageIds
+from hicache_lab.engine import (
+    TILE,
+    Checkpoint,
+    Engine,
+    EngineOptions,
+    LayerKind,
+    LlamaConfig,
+    LlamaModel,
+    RequestRecord,
+    Span,
+    TrailingLayers,
+)
 
 WAIT_S = 60.0
+ROWS = 8
 
 TINY = LlamaConfig(
     vocab_size=97, hidden_size=48, intermediate_size=80, layers=2, heads=6, kv_heads=2, head_dim=16, context_tokens=512
 )
+
+
+def mixed(kinds: str, window: int | None = None) -> LlamaConfig:
+    """Return `TINY` with other layers: `f` has full attention, `w` a window and `s` a state."""
+    names = {"f": LayerKind.FULL, "w": LayerKind.WINDOW, "s": LayerKind.LINEAR}
+    return replace(
+        TINY, layers=len(kinds), layer_types=tuple(names[kind] for kind in kinds), sliding_window=window
+    )
 
 
 def random_tensors(config: LlamaConfig, seed: int = 0, std: float = 0.15) -> dict[str, torch.Tensor]:
@@ -52,7 +74,8 @@ def random_tokens(count: int, seed: int, config: LlamaConfig = TINY) -> list[int
 
 
 class Device:
-    """A model with its pool and request table. Tests allocate the pages of rows themselves."""
+    """A model with its pool and request table. Tests allocate the pages of rows themselves. In trailing pools, all
+    pages of a row have slots."""
 
     def __init__(
         self,
@@ -64,8 +87,13 @@ class Device:
         tensors: Mapping[str, torch.Tensor] | None = None,
     ) -> None:
         self.pool = MHATokenToKVPool(config.geometry(page_size, dtype), pages)
-        self.rows = RequestToTokenPool(8, -(-config.context_tokens // TILE) * TILE)
-        self.model = LlamaModel(config, tensors or random_tensors(config), self.pool, self.rows)
+        columns = -(-config.context_tokens // TILE) * TILE
+        self.rows = RequestToTokenPool(ROWS, columns)
+        self.trailing = TrailingLayers(config, page_size, pages, ROWS, columns, dtype=dtype)
+        for pool in self.trailing.pools:
+            pool.attach(page_size, pages + 1, 0)
+        self.pages: dict[int, PageIds] = {}  # by row
+        self.model = LlamaModel(config, tensors or random_tensors(config), self.pool, self.rows, self.trailing)
 
     def poison(self) -> None:
         """Fill the whole pool with NaN, including the padding page."""
@@ -79,11 +107,15 @@ class Device:
         assert rows is not None and pages is not None
         if shuffle is not None:
             np.random.default_rng(shuffle).shuffle(pages)
-        self.rows.write(rows[0], pages, size)
-        return rows[0]
+        (row,) = rows
+        self.rows.write(row, pages, size)
+        self.pages[row] = pages
+        assert all(pool.hold(pages) for pool in self.trailing.pools)
+        return row
 
     def forward(self, row: int, tokens: Sequence[int], start: int = 0) -> torch.Tensor:
         """Compute `tokens` from position `start` on. Return the logits of the last one, `[vocab_size]`."""
+        self.trailing.place(row, self.pages[row], start, start + len(tokens))
         return self.model.forward([Span(row, start, tokens)])[0]
 
     def kv(self, row: int, tokens: int) -> torch.Tensor:

@@ -4,7 +4,7 @@ It shows how an engine uses the cache, and it tests the cache: its results have 
 computed or came from any tier (`model` explains why). It is not optimised for speed.
 """
 
-from .checkpoint import Checkpoint, LlamaConfig, load_checkpoint, load_tokenizer
+from .checkpoint import Checkpoint, LayerKind, LlamaConfig, load_checkpoint, load_tokenizer
 from .factory import BUNDLED_MODEL, create_engine
 from .interface import Batch, Model, Output
 from .model import TILE, LlamaModel, Span
@@ -12,6 +12,7 @@ from .options import EngineOptions
 from .requests import EngineStatistics, FinishReason, Request, RequestRecord, Update
 from .sampling import Sampling, greedy
 from .scheduler import Engine
+from .trailing import TrailingLayers
 
 __all__ = [
     "BUNDLED_MODEL",
@@ -22,6 +23,7 @@ __all__ = [
     "EngineOptions",
     "EngineStatistics",
     "FinishReason",
+    "LayerKind",
     "LlamaConfig",
     "LlamaModel",
     "Model",
@@ -30,6 +32,7 @@ __all__ = [
     "RequestRecord",
     "Sampling",
     "Span",
+    "TrailingLayers",
     "Update",
     "create_engine",
     "greedy",

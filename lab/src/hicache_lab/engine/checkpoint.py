@@ -7,10 +7,14 @@
 
 Only the plain architecture is supported: without biases, without scaled rotary embedding, with SiLU. Any other
 checkpoint is rejected, because a forward that ignores a setting computes wrong text that looks right.
+
+One extension: with the entry `layer_types`, some layers may have a sliding window or a recurrent state (`LayerKind`)
+instead of full attention.
 """
 
 from __future__ import annotations
 
+import enum
 import json
 import math
 import time
@@ -38,9 +42,20 @@ TOKENIZER_FILE = "tokenizer.json"
 _JSON_BYTES_MAX = 64 << 20
 
 
+class LayerKind(enum.StrEnum):
+    """The part of a prefix that a layer reads, by its name in `layer_types`."""
+
+    FULL = "full_attention"  # the KV of all tokens
+    WINDOW = "sliding_attention"  # the KV of the last `sliding_window` tokens, including the query's own
+    LINEAR = "linear_attention"  # a recurrent state, see `trailing`
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LlamaConfig:
-    """Sizes and constants of a Llama model, in this package's terms. Raises ConfigError for impossible sizes."""
+    """Sizes and constants of a Llama model, in this package's terms. Raises ConfigError for impossible sizes.
+
+    `layer_types` has one kind for each layer; empty, all layers have full attention. At least one layer must have it.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -54,6 +69,8 @@ class LlamaConfig:
     rope_theta: float = 10000.0
     tied_embeddings: bool = False
     eos_tokens: frozenset[int] = frozenset()
+    layer_types: tuple[LayerKind, ...] = ()
+    sliding_window: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim"):
@@ -65,13 +82,36 @@ class LlamaConfig:
             raise ConfigError(f"model: head_dim {self.head_dim} is odd; rotary embedding needs an even number")
         if not (self.rms_norm_eps > 0 and self.rope_theta > 0):
             raise ConfigError("model: rms_norm_eps and rope_theta must be positive")
+        if len(self.kinds) != self.layers:
+            raise ConfigError(f"model: layer_types has {len(self.kinds)} entries for {self.layers} layers")
+        if not self.layers_of(LayerKind.FULL):
+            raise ConfigError(
+                f"model: layer_types has no '{LayerKind.FULL}', but a cache finds prefixes by the KV of such layers; "
+                "use a model with at least one"
+            )
+        if bool(self.layers_of(LayerKind.WINDOW)) is not (self.sliding_window is not None):
+            raise ConfigError(
+                f"model: sliding_window is {self.sliding_window}, and {self.layers_of(LayerKind.WINDOW)} entries of "
+                f"layer_types are '{LayerKind.WINDOW}'; give both or neither"
+            )
+        if self.sliding_window is not None:
+            _require_positive("sliding_window", self.sliding_window)
 
-    def geometry(self, page_size: int, dtype: str = "float32") -> KVGeometry:
-        """Return the KV geometry of this model. The engine computes in float32, so `float32` keeps KV without rounding.
+    @property
+    def kinds(self) -> tuple[LayerKind, ...]:
+        """The kind of each layer."""
+        return self.layer_types or (LayerKind.FULL,) * self.layers
+
+    def layers_of(self, kind: LayerKind) -> int:
+        """Return the number of layers of `kind`."""
+        return self.kinds.count(kind)
+
+    def geometry(self, page_size: int, dtype: str = "float32", kind: LayerKind = LayerKind.FULL) -> KVGeometry:
+        """Return the KV geometry of the layers of `kind`, by default that of L1. The engine computes in float32, so
+        `float32` keeps KV without rounding.
         """
-        return KVGeometry(
-            layers=self.layers, heads=self.kv_heads, head_dim=self.head_dim, page_size=page_size, dtype=dtype
-        )
+        layers = self.layers_of(kind)
+        return KVGeometry(layers=layers, heads=self.kv_heads, head_dim=self.head_dim, page_size=page_size, dtype=dtype)
 
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shapes of all tensors that the checkpoint must have, by name; matrices are `[out, in]`."""
@@ -83,8 +123,10 @@ class LlamaConfig:
         }
         if not self.tied_embeddings:
             shapes["lm_head.weight"] = (self.vocab_size, hidden)
-        for layer in range(self.layers):
+        for layer, kind in enumerate(self.kinds):
             prefix = f"model.layers.{layer}"
+            if kind is LayerKind.LINEAR:
+                shapes[f"{prefix}.self_attn.decay_proj.weight"] = (self.kv_heads, hidden)
             shapes |= {
                 f"{prefix}.input_layernorm.weight": (hidden,),
                 f"{prefix}.self_attn.q_proj.weight": (queries, hidden),
@@ -146,14 +188,19 @@ def load_checkpoint(folder: Path) -> Checkpoint:
 def kv_scales(
     config: LlamaConfig, tensors: Mapping[str, torch.Tensor], kv_dtype: str
 ) -> tuple[list[float], list[float]]:
-    """Return the scale of K and that of V of each layer: those of the checkpoint for KV in float8, else 1.
+    """Return the scale of K and that of V of each layer: those of the checkpoint for KV in float8, else 1. Linear
+    layers have no KV.
 
     Raises ConfigError if only some layers have scales, and for a scale that is not one positive number.
     """
     names = config.scale_names("k"), config.scale_names("v")
     if not kv_dtype.startswith("float8") or tensors.keys().isdisjoint(names[0] + names[1]):
         return [1.0] * config.layers, [1.0] * config.layers
-    return [_scale(tensors, name) for name in names[0]], [_scale(tensors, name) for name in names[1]]
+    has_kv = [kind is not LayerKind.LINEAR for kind in config.kinds]
+    keys, values = (
+        [_scale(tensors, name) if has else 1.0 for has, name in zip(has_kv, some, strict=True)] for some in names
+    )
+    return keys, values
 
 
 def _scale(tensors: Mapping[str, torch.Tensor], name: str) -> float:
@@ -203,7 +250,22 @@ def parse_config(values: Mapping[str, Any], source: Path | str = CONFIG_FILE) ->
         rope_theta=_rope_theta(values, source),
         tied_embeddings=bool(values.get("tie_word_embeddings", False)),
         eos_tokens=_eos_tokens(values.get("eos_token_id"), source),
+        **_layer_types(values, source),
     )
+
+
+def _layer_types(values: Mapping[str, Any], source: Path | str) -> dict[str, Any]:
+    """Return `layer_types` and `sliding_window`. A window that no layer uses is left out."""
+    names, window = values.get("layer_types"), values.get("sliding_window")
+    if names is None:
+        if window is not None:
+            raise ConfigError(f"{source}: sliding_window is {window!r} without layer_types; this engine needs both")
+        return {}
+    known = list(LayerKind)
+    if not isinstance(names, list) or not names or not all(name in known for name in names):
+        raise ConfigError(f"{source}: layer_types is {names!r}; this engine only supports {', '.join(known)}")
+    kinds = tuple(map(LayerKind, names))
+    return {"layer_types": kinds, "sliding_window": window if LayerKind.WINDOW in kinds else None}
 
 
 def _rope_theta(values: Mapping[str, Any], source: Path | str) -> float:

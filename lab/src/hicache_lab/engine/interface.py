@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, TypeAlias
 
-from hicache.tiers import Fence, KVPool
+from hicache.tiers import Fence, KVPool, TrailingPool
 
 from .requests import Request
 
@@ -37,6 +37,11 @@ class Model(Protocol):
     @property
     def pool(self) -> KVPool:
         """The pool that `compute` writes KV to."""
+
+    @property
+    def trailing(self) -> Sequence[TrailingPool]:
+        """The pools of layers that need only the last tokens of a prefix. With such pools, the engine calls
+        `TreeCache.prepare` for each request of a batch before `compute`."""
 
     @property
     def vocab_size(self) -> int:

@@ -2,7 +2,7 @@
 
 A token's KV and logits have the same bits whether its prefix was computed now, loaded from another tier or found on the
 device, for all ways to cut a prompt into chunks, and for all other requests of the batch. So tests can compare cached
-and computed results for equality. This holds by construction:
+and computed results for equality. With sliding windows, this is true for one page size. It holds by construction:
 
 1. All work is done in tiles of `TILE` consecutive positions of one request. Position p is always row p % TILE of tile
    p // TILE. Rows that are not computed in this call are zeros.
@@ -16,6 +16,10 @@ and computed results for equality. This holds by construction:
    a NaN) cannot pass through 0 * x.
 5. Products run on one thread, because the number of threads changes the partial sums. Operands are in memory that torch
    has aligned, because vector code treats the ends of unaligned rows differently.
+6. A window of a tile begins with the page of the first key of its row 0, so its shapes depend only on position and page
+   size. For rows that are not computed, these keys may be without a slot. Then the padding block is read, which is
+   finite and has the weight 0 for all computed rows.
+7. A recurrent state is computed token by token, with fixed shapes, and is float32 on all tiers.
 
 The cost is TILE rows of work for each decoded token. On CUDA the same holds if the device's libraries compute a fixed
 shape in a fixed order, which they do on one stream without TF32.
@@ -35,13 +39,14 @@ import torch.nn.functional as F
 
 from hicache.attention import AttentionBatch, Queries, RadixAttention
 from hicache.errors import CapacityError, InvalidInput, InvariantError
-from hicache.tiers import Fence, MHATokenToKVPool, RequestToTokenPool, token_slots
+from hicache.tiers import Fence, MHATokenToKVPool, RequestToTokenPool, TrailingPool, token_slots
 from hicache.tiers.upload import upload
 
-from .checkpoint import LlamaConfig, kv_scales
+from .checkpoint import LayerKind, LlamaConfig, kv_scales
 from .interface import Batch
 from .requests import Request
 from .sampling import greedy, pick
+from .trailing import TrailingLayers
 
 # Positions per tile. Measured on one CPU core with the bundled model: 8 rows slow a prefill down by a quarter, 32 rows
 # slow a decode step down by two fifths.
@@ -53,8 +58,8 @@ class Span:
     """Tokens to compute: `tokens` are the positions from `start` of the request in row `row` of the request table.
 
     REQUIRES: the KV of all positions before `start` is in the pool, or arrives with the load in flight. The row
-    contains the slots of all positions up to the last one; each `page_size` of them are one page. No two spans of a
-    forward have the same row.
+    contains the slots of all positions up to the last one; each `page_size` of them are one page. So do those of
+    `TrailingLayers`, as far as they need them (`place`). No two spans of a forward have the same row.
     """
 
     row: int
@@ -63,16 +68,18 @@ class Span:
 
 
 class _Tile(NamedTuple):
+    row: int
     number: int
-    last: int  # the end of the computed rows, exclusive
-    batch: AttentionBatch  # of this tile only
+    first: int  # the computed rows of the tile are `first` .. `last - 1`
+    last: int
+    batches: dict[LayerKind, AttentionBatch]  # of this tile only
 
 
 class _Layer(NamedTuple):
     """Weights of one layer, matrices `[out, in]`; projections that read the same input are one matrix."""
 
     input_norm: torch.Tensor
-    qkv: torch.Tensor
+    qkv: torch.Tensor  # in a linear layer also the projection of the decay
     output: torch.Tensor
     mlp_norm: torch.Tensor
     gate_up: torch.Tensor
@@ -104,8 +111,9 @@ class _Logits:
 class LlamaModel:
     """Weights in float32 on the pool's device, and the forward. Reads the request table, writes the KV pool.
 
-    Runs on the scheduler thread. On the CPU, a call returns after its computation. Raises InvalidInput if the pools do
-    not fit the model.
+    Runs on the scheduler thread. On the CPU, a call returns after its computation. `trailing` has the memory of layers
+    with a window or a state; a model without such layers does not need it. Raises InvalidInput if the pools do not fit
+    the model.
 
     Invariant, verified by `check()`: each running request has its own row of the request table, which contains the
     slots of its pages. Other rows are not in use.
@@ -117,13 +125,16 @@ class LlamaModel:
         tensors: Mapping[str, torch.Tensor],
         pool: MHATokenToKVPool,
         requests: RequestToTokenPool,
+        trailing: TrailingLayers | None = None,
     ) -> None:
-        shape = pool.geometry
-        if (shape.layers, shape.heads, shape.head_dim) != (config.layers, config.kv_heads, config.head_dim):
+        shape, layers = pool.geometry, config.layers_of(LayerKind.FULL)
+        if (shape.layers, shape.heads, shape.head_dim) != (layers, config.kv_heads, config.head_dim):
             raise InvalidInput(
-                f"model: {config.layers} layers of {config.kv_heads} KV heads of {config.head_dim}, but the pool has "
+                f"model: {layers} layers of {config.kv_heads} KV heads of {config.head_dim}, but the pool has "
                 f"{shape.layers} of {shape.heads} of {shape.head_dim}"
             )
+        if layers < config.layers and trailing is None:
+            raise InvalidInput("model: layers with a window or a state need trailing pools; pass TrailingLayers")
         columns = requests.table.shape[1]
         if columns % TILE:
             raise InvalidInput(f"model: the request table has {columns} columns; use a multiple of {TILE}")
@@ -131,6 +142,8 @@ class LlamaModel:
         self.pool = pool
         self.requests = requests
         self.device = pool.device
+        self.trailing: Sequence[TrailingPool] = () if trailing is None else trailing.pools
+        self._trailing = trailing
         self.vocab_size = config.vocab_size
         self.eos_tokens = config.eos_tokens
         self.context_tokens = min(config.context_tokens, columns)
@@ -139,12 +152,20 @@ class LlamaModel:
         self._embedding = self._weight(tensors, "model.embed_tokens.weight")
         self._final_norm = self._weight(tensors, "model.norm.weight")
         self._head = self._embedding if config.tied_embeddings else self._weight(tensors, "lm_head.weight")
-        self._layers = [self._load_layer(tensors, f"model.layers.{layer}") for layer in range(config.layers)]
+        self._layers = [
+            self._load_layer(tensors, f"model.layers.{layer}", kind) for layer, kind in enumerate(config.kinds)
+        ]
+        # The number of each layer in its pool.
+        self._numbers = [config.kinds[:layer].count(kind) for layer, kind in enumerate(config.kinds)]
         # Without a scale instead of with 1, attention reads KV of float32 as it is.
         scales = [[scale if scale != 1 else None for scale in some] for some in kv_scales(config, tensors, shape.dtype)]
+        windows = {LayerKind.WINDOW: config.sliding_window}
         self._attention = [
-            RadixAttention(config.heads, config.head_dim, config.kv_heads, layer, k_scale=k_scale, v_scale=v_scale)
-            for layer, (k_scale, v_scale) in enumerate(zip(*scales, strict=True))
+            RadixAttention(
+                config.heads, config.head_dim, config.kv_heads, number, sliding_window=windows.get(kind),
+                k_scale=k_scale, v_scale=v_scale,
+            )
+            for number, kind, k_scale, v_scale in zip(self._numbers, config.kinds, *scales, strict=True)
         ]
         self._cos, self._sin = _rotary_tables(config, columns, self.device)
 
@@ -153,11 +174,12 @@ class LlamaModel:
         # A copy: tensors of a file are mapped at any offset, and products need aligned memory.
         return torch.cat(parts).contiguous() if len(parts) > 1 else parts[0].clone()
 
-    def _load_layer(self, tensors: Mapping[str, torch.Tensor], prefix: str) -> _Layer:
+    def _load_layer(self, tensors: Mapping[str, torch.Tensor], prefix: str, kind: LayerKind) -> _Layer:
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        inputs = ["q", "k", "v", "decay"] if kind is LayerKind.LINEAR else ["q", "k", "v"]
         return _Layer(
             self._weight(tensors, f"{prefix}.input_layernorm.weight"),
-            self._weight(tensors, *(f"{attention}.{name}_proj.weight" for name in "qkv")),
+            self._weight(tensors, *(f"{attention}.{name}_proj.weight" for name in inputs)),
             self._weight(tensors, f"{attention}.o_proj.weight"),
             self._weight(tensors, f"{prefix}.post_attention_layernorm.weight"),
             self._weight(tensors, f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"),
@@ -187,6 +209,10 @@ class LlamaModel:
 
     def compute(self, batch: Batch) -> _Logits:
         begin_s = time.perf_counter()
+        if self._trailing is not None:
+            for request, count in batch:
+                row, start = self._rows[request.rid], request.kv_tokens
+                self._trailing.place(row, request.held_kv().pages, start, start + count)
         spans = [
             Span(self._rows[request.rid], request.kv_tokens,
                  request.tokens[request.kv_tokens : request.kv_tokens + count])
@@ -231,9 +257,13 @@ class LlamaModel:
             for span in spans:
                 self._cut(span, tiles, states)
                 last_tiles.append(len(tiles) - 1)
+            if self._trailing is not None:
+                self._trailing.begin()
             for layer in range(self.config.layers):
                 for position, tile in enumerate(tiles):
                     states[position] = self._layer(layer, tile, states[position])
+            if self._trailing is not None:
+                self._trailing.end()
             logits = torch.empty((len(spans), self.config.vocab_size), device=self.device)
             for row, position in enumerate(last_tiles):
                 normed = self._norm(states[position], self._final_norm)
@@ -259,7 +289,11 @@ class LlamaModel:
             state = torch.zeros((TILE, self.config.hidden_size), device=self.device)
             state[first:last] = embedded[done : done + last - first]
             queries = Queries(span.row, index * TILE, TILE, before=first, behind=TILE - last)
-            tiles.append(_Tile(index, last, AttentionBatch(self.pool, self.requests.table, [queries])))
+            batches = {LayerKind.FULL: AttentionBatch(self.pool, self.requests.table, [queries])}
+            if self._trailing is not None and self._trailing.windows is not None:
+                windows = AttentionBatch(self._trailing.windows, self._trailing.table, [queries])
+                batches[LayerKind.WINDOW] = windows
+            tiles.append(_Tile(span.row, index, first, last, batches))
             states.append(state)
             done += last - first
 
@@ -273,15 +307,23 @@ class LlamaModel:
         return state + torch.mm(F.silu(gate) * up, weights.down.t())
 
     def _attend(self, layer: int, tile: _Tile, qkv: torch.Tensor) -> torch.Tensor:
-        """Compute causal attention of a tile: `[TILE, (heads + 2 * kv_heads) * head_dim]` to `[TILE, heads *
-        head_dim]`.
+        """Mix the tokens of a tile with those before: `[TILE, (heads + 2 * kv_heads) * head_dim]`, in a linear layer
+        with `kv_heads` more columns, to `[TILE, heads * head_dim]`.
         """
-        heads, kv_heads = self.config.heads, self.config.kv_heads
-        parts = qkv.view(TILE, heads + 2 * kv_heads, self.config.head_dim)
+        heads, kv_heads, dim = self.config.heads, self.config.kv_heads, self.config.head_dim
+        kind, columns = self.config.kinds[layer], (heads + 2 * kv_heads) * dim
+        parts = qkv[:, :columns].view(TILE, heads + 2 * kv_heads, dim)
+        values = parts[:, heads + kv_heads :]
+        if kind is LayerKind.LINEAR and self._trailing is not None:
+            positions = range(tile.number * TILE + tile.first, tile.number * TILE + tile.last)
+            queries = parts[:, :heads].reshape(TILE, kv_heads, heads // kv_heads, dim)
+            keys, gate = parts[:, heads : heads + kv_heads], qkv[:, columns:]
+            mixed = self._trailing.recur((self._numbers[layer], tile.row), positions, queries, keys, values, gate)
+            return mixed.view(TILE, heads * dim)
         place = slice(tile.number * TILE, (tile.number + 1) * TILE)
         turned = _rotate(parts[:, : heads + kv_heads], self._cos[place], self._sin[place])
         attended: torch.Tensor = self._attention[layer](
-            turned[:, :heads], turned[:, heads:], parts[:, heads + kv_heads :], tile.batch
+            turned[:, :heads], turned[:, heads:], values, tile.batches[kind]
         )
         return attended
 

@@ -5,6 +5,9 @@ One step:
     poll -> continue and admit prefills -> start_loading -> forward (waits layer by layer) -> cache_unfinished_req
          -> extend, or preempt the youngest -> forward of one token each -> cache_finished_req of ended requests
 
+If the model has trailing pools, `prepare` precedes each forward. Without room for all tokens of a request there, the
+step computes fewer of them, or leaves the request out. A step that can compute nothing preempts the youngest request.
+
 On a stream device, `record_fence` follows each forward. On the CPU a forward has ended when it returns. Requests begin
 in order of submission, with two exceptions: other requests overtake one that waits for storage, and a preempted request
 keeps its position. Optionally the request with the longest cached prefix begins first. A prefill that exceeds the
@@ -63,6 +66,9 @@ _SEQUENCE = attrgetter("sequence")
 # How often `run_until_done` checks for progress of storage and copies while there is nothing to compute. A shorter time
 # takes a core from the storage workers, a longer one increases the time to first token.
 IDLE_WAIT_S = 0.0005
+# The output of a request is shared each time that this many pages are complete, if the model has trailing pools: pages
+# that are not shared keep their slots. Each share starts a copy to L2, so it is not done for each page.
+SHARED_PAGES = 4
 # A check visits every node, which takes some microseconds each.
 CHECK_EVERY_S = 1.0
 
@@ -116,6 +122,7 @@ class Engine:
         self._crowded = False  # after a preemption, no request is admitted until one has ended
         self._full = False  # L1 had no room for a request, and no request has ended since
         self._preempted = False  # this step has taken L1 from a request
+        self._left_out = False  # this step has left out a request, because a trailing pool had no room
         self._worked = False  # the last step computed something
         self._closed = False
         self._next_check_s = -math.inf
@@ -187,21 +194,26 @@ class Engine:
         request ends as FAILED, with the error in its record. Raises only for bugs in the work that all requests share.
         """
         self._steps += 1
-        self._worked = self._preempted = False
+        self._worked = self._preempted = self._left_out = False
         if self.cache.poll():
             self._full = False
         continued = [request for request in self._running.values() if request.prefilling]
         budget = self.options.prefill_tokens_max
         chunks: list[tuple[Request, int]] = []
         for request in continued:
-            budget -= self._chunk(request, budget, chunks)
-        admitted = self._admit(budget, chunks)
+            with self._alone(request):
+                budget -= self._chunk(request, budget, chunks)
+        self._admit(budget, chunks)
         transfer = self.cache.start_loading()
         if chunks:
-            self._prefill(chunks, transfer, admitted)
+            self._prefill(chunks, transfer)
         # The KV of decoding requests is on L1 already: a failed load must not fail them.
         self.cache.device.loading = None
+        for pool in self.model.trailing:
+            pool.pool.loading = None
         self._decode()
+        if self._left_out and not (self._worked or self._preempted) and len(self._running) > 1:
+            self._preempt_youngest()
         updates, self._updates = self._updates, []
         return updates
 
@@ -252,23 +264,43 @@ class Engine:
     def _chunk(self, request: Request, budget: int, chunks: list[tuple[Request, int]]) -> int:
         """Plan the next tokens of a prefill and return their number."""
         count = min(budget, request.prefill_end - request.kv_tokens)
-        if count > 0:
+        if count > 0 and (count := self._prepare(request, count)):
             chunks.append((request, count))
         return max(0, count)
 
-    def _admit(self, budget: int, chunks: list[tuple[Request, int]]) -> list[Request]:
+    def _prepare(self, request: Request, count: int) -> int:
+        """Make room in the trailing pools for the next `count` tokens of a request, or for those of fewer pages. Return
+        the number of tokens, 0 without room for the first page."""
+        if not self.model.trailing:
+            return count
+        kv, start, page_size = request.held_kv(), request.kv_tokens, self.cache.page_size
+        first, end = start // page_size, start + count
+        while not self.cache.prepare(kv, start, end):
+            if kv.shared_pages < first:
+                self._share(request)  # which releases slots
+                if self.cache.prepare(kv, start, end):
+                    break
+            pages = (-(-end // page_size) - first) // 2
+            if pages == 0:
+                # No request is admitted that could take the next free slots from this one.
+                self._left_out = self._crowded = True
+                return 0
+            end = (first + pages) * page_size
+        return end - start
+
+    def _admit(self, budget: int, chunks: list[tuple[Request, int]]) -> None:
         """Begin waiting requests while rows, budget and L1 permit.
 
-        Each request gets a part of the budget, so a request with a load takes part in the forward that waits for it.
+        Each request gets a part of the budget, so a request with a load takes part in the forward that waits for it,
+        if the trailing pools have room.
         """
-        admitted: list[Request] = []
         if self._running and (self._crowded or self._full):
-            return admitted
+            return
         self._crowded = self._full = False
         if len(self._running) >= self.options.running_max or budget <= 0:
-            return admitted
+            return
         for request in self._queue():
-            if len(self._running) >= self.options.running_max or budget <= 0:
+            if len(self._running) >= self.options.running_max or budget <= 0 or self._left_out:
                 break
             with self._alone(request):
                 key = request.key(len(request.tokens))
@@ -277,9 +309,7 @@ class Engine:
                     self._full = True
                     break
                 self._start(request, kv)
-                admitted.append(request)
                 budget -= self._chunk(request, budget, chunks)
-        return admitted
 
     def _alone(self, request: Request) -> _Alone:
         """Return the context of the work of one request: if it fails, that request ends as FAILED and all others
@@ -337,12 +367,12 @@ class Engine:
         self._running[request.rid] = request
         self.model.begin(request)
 
-    def _prefill(self, chunks: list[tuple[Request, int]], transfer: Transfer | None, admitted: list[Request]) -> None:
+    def _prefill(self, chunks: list[tuple[Request, int]], transfer: Transfer | None) -> None:
         try:
             output = self._compute(chunks)
         except TransferError as error:
-            # The other requests did not use the failed load; they compute the same chunk again.
-            for request in admitted:
+            # Requests that have computed something did not use the failed load; they compute the same chunk again.
+            for request in [one for one in self._running.values() if one.kv_tokens == one.held_kv().cached_tokens]:
                 self._end(request, FinishReason.FAILED, error)
             return
         for request, count in chunks:
@@ -353,15 +383,19 @@ class Engine:
             else:
                 request.computed_tokens += count
             with self._alone(request):
-                kv = request.held_kv()
-                pages = kv.pages
-                self.cache.cache_unfinished_req(kv, request.key(request.kv_tokens))
-                if kv.pages is not pages:
-                    self.model.place(request)
+                self._share(request)
         took_s = output.wait()
         self._sample(chunks, output)
         if transfer is None and took_s is not None:
             self.cache.record_prefill(sum(count for _, count in chunks), took_s)
+
+    def _share(self, request: Request) -> None:
+        """Share the computed pages of a running request."""
+        kv = request.held_kv()
+        pages = kv.pages
+        self.cache.cache_unfinished_req(kv, request.key(request.kv_tokens))
+        if kv.pages is not pages:
+            self.model.place(request)
 
     def _compute(self, batch: Batch) -> Output:
         """Run the forward. Later copies start after it, also after the layers of a failed forward."""
@@ -378,12 +412,15 @@ class Engine:
         for request in sorted(self._running.values(), key=_SEQUENCE):
             if request.rid in self._running and not request.prefilling:
                 with self._alone(request):
-                    if self._make_room(request):
+                    if self._make_room(request) and self._prepare(request, 1):
                         batch.append((request, 1))
         if batch:
             output = self._compute(batch)
             for request, _ in batch:
                 request.kv_tokens += 1
+                if self.model.trailing and request.kv_tokens % (SHARED_PAGES * self.cache.page_size) == 0:
+                    with self._alone(request):
+                        self._share(request)
             output.wait()
             self._sample(batch, output)
 
@@ -401,13 +438,16 @@ class Engine:
         while not self.cache.extend(kv, request.kv_tokens + 1):
             if self._preempted or len(self._running) == 1 or self.cache.writeback_pages:
                 return False
-            victim = max(self._running.values(), key=lambda other: other.sequence)
-            with self._alone(victim):
-                self._preempt(victim)
-            if victim is request:
+            if self._preempt_youngest() is request:
                 return False
         self.model.place(request)
         return True
+
+    def _preempt_youngest(self) -> Request:
+        victim = max(self._running.values(), key=_SEQUENCE)
+        with self._alone(victim):
+            self._preempt(victim)
+        return victim
 
     def _preempt(self, request: Request) -> None:
         """Return a request to the queue. Its KV is inserted into the tree and reused unless it is evicted."""

@@ -29,7 +29,7 @@ import torch
 from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.errors import InvalidInput, InvariantError
 from hicache.keys import page_keys
-from hicache.tiers import Fence, KVPool
+from hicache.tiers import Fence, KVPool, TrailingPool
 from hicache.tiers.upload import upload
 from hicache.types import NO_PAGES, PageIds
 
@@ -128,6 +128,7 @@ class StandIn:
 
     vocab_size = VOCAB_SIZE
     eos_tokens: frozenset[int] = frozenset()
+    trailing: Sequence[TrailingPool] = ()
     requests_max = 1 << 30  # a replay never reaches it
 
     def __init__(
