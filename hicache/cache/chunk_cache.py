@@ -124,7 +124,9 @@ class ChunkCache:
     def prepare(self, request: RequestKV, start: int, end: int) -> bool:
         """As `TreeCache.prepare`."""
         self._running.require(request)
-        return self._trailing.prepare(request, start, end, shares=False)
+        prepared = self._trailing.prepare(request, start, end, shares=False)
+        self._counters.skipped["no_slots"] += 0 if prepared else 1
+        return prepared
 
     def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
         """Share nothing; the request keeps its pages. Raises InvalidInput as every cache does."""

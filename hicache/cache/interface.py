@@ -104,7 +104,7 @@ class TreeCache(Protocol):
 
         If the cache has such pools, call it before each forward, with `start` not above the end of the last one. Then
         the pages of these tokens, and the trailing pages before `start`, have slots (`TrailingPool.slots`) until the
-        next call. Return False, and change nothing, if a pool has no room now: compute fewer tokens, or let other
+        next call. Return False, and take no slot, if a pool has no room now: compute fewer tokens, or let other
         requests end. Raises InvalidInput for tokens without a page in L1.
         """
 

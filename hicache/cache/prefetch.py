@@ -54,7 +54,7 @@ from ..controller import PREFETCH_S_MAX, HiCacheController, LookupOperation, Rea
 from ..errors import InvariantError
 from ..histogram import BOUNDS_S, Histogram
 from ..keys import RadixKey
-from ..radix import Match, Node
+from ..radix import Match, Node, RadixTree
 from ..types import PageIds
 from .break_even import Ahead, BreakEven, Decision, Route
 from .chunked_prefetch import ChunkedPrefetch
@@ -113,6 +113,8 @@ class Prefetcher:
         self.wait = Histogram(BOUNDS_S)  # of requests, from the first `ready` until they may begin
         # Whether L1 may have room for so many pages; the cache that owns L1 sets it.
         self.may_have_room: Callable[[int], bool] = lambda pages: True
+        # The cached prefix of a prompt that a request can use; that cache sets it too.
+        self.match: Callable[[RadixTree, RadixKey], Match] = RadixTree.match
 
     # Requests
 
@@ -131,7 +133,7 @@ class Prefetcher:
             return self._skip("prefetch_host_share")
         tree = self._trees.current
         self._queue.arrive(rid, self._left_tokens(key), self._controller.time_s())
-        match = tree.match(key) if self._is_due(rid, key) else None
+        match = self.match(tree, key) if self._is_due(rid, key) else None
         found_pages = sum(tree.peek(key)) if match is None else match.pages
         self._queue.expect(rid, self._left_tokens(key, max(device_pages, found_pages)))
         missing_pages = key.pages(tree.page_size) - found_pages
@@ -400,7 +402,7 @@ class Prefetcher:
             if prefetch is None or prefetch.state not in AT_REST or now_s < prefetch.again_s or not self._may_lead():
                 continue
             prefetch.again_s, prefetch.lookups = now_s + AGAIN_S, 0
-            match = tree.match(prefetch.key)
+            match = self.match(tree, prefetch.key)
             is_short = self._lacks(prefetch, match) < self._share.pages_min
             if not is_short and self._leaders.find(prefetch.key, tree, match) is None:
                 prefetch.looks_again = True
@@ -432,7 +434,7 @@ class Prefetcher:
     def _try(self, prefetch: Prefetch) -> None:
         """Prefetch the pages that a waiting request still lacks: none, pages in flight for another request, or more."""
         tree = self._trees.current
-        match = tree.match(prefetch.key)
+        match = self.match(tree, prefetch.key)
         if self._lacks(prefetch, match) < self._share.pages_min:
             self._rest(prefetch)
             return
@@ -524,7 +526,7 @@ class Prefetcher:
             return
         has_waited = fetch.anchor is None
         if has_waited:
-            fetch.hold_end(fetch.tree.match(prefetch.key))
+            fetch.hold_end(self.match(fetch.tree, prefetch.key))
         skip_pages = fetch.start_page - fetch.asked_page
         rest_pages = fetch.paying_pages - skip_pages
         pages_min = share.pages_min + prefetch.device_pages_from(fetch.start_page)

@@ -20,7 +20,7 @@ from ..arguments import WHOLE_MAX, instance, number, whole
 from ..controller import Acks, HiCacheController
 from ..errors import InvariantError, TransferError
 from ..keys import RadixKey
-from ..radix import Inserted, Match, Node, Peek
+from ..radix import Inserted, Match, Node, Peek, RadixTree
 from ..tiers import FailedTransfer, Fence, HostPool, KVPool, PageSource, TrailingPool, Transfer, require_pages
 from ..types import PageIds
 from .break_even import Route
@@ -56,6 +56,8 @@ class HiRadixCache(TieredCache):
         if self._verifier is None and not trailing:
             self._prefetcher.chunked.promote = self._l1.promote
         self._prefetcher.may_have_room = self._may_have_room
+        if trailing:
+            self._prefetcher.match = self._match
         self._pins = Pins(controller.time_s, int(self.config.pin_host_share * host.pages))
         self._device_fault: TransferError | None = None
         self._untold_fault: TransferError | None = None  # to be raised in the next forward
@@ -85,7 +87,7 @@ class HiRadixCache(TieredCache):
             self.caller.refused(rid, self.running, self.device.pages)
             return None  # pages that are still being read can arrive until there is room
         self._prefetcher.conclude(rid)
-        match = self._match(reusable)
+        match = self._match(tree, reusable)
         needed = pages - len(match.device_pages)
         tree.lock(match.node)
         has_room = self._l1.make_room(needed)
@@ -129,11 +131,8 @@ class HiRadixCache(TieredCache):
     def start_loading(self) -> Transfer | None:
         """Start the loads of this step as one copy. REQUIRES: called once per step, before the forward."""
         fault, self._untold_fault = self._untold_fault, None
-        loading = self.controller.launch_loads() if fault is None else FailedTransfer(fault)
-        self.device.loading = loading
-        for pool in self._trailing.pools:
-            pool.pool.loading = loading
-        return loading
+        self.device.loading = self.controller.launch_loads() if fault is None else FailedTransfer(fault)
+        return self.device.loading
 
     def record_fence(self, fence: Fence) -> None:
         """Make the copies that start from now on wait for `fence`."""
@@ -337,11 +336,11 @@ class HiRadixCache(TieredCache):
             return False
         return self._l1.save(node) if node.host is None else super()._save(node)
 
-    def _match(self, key: RadixKey) -> Match:
+    def _match(self, tree: RadixTree, key: RadixKey) -> Match:
         """Return the longest cached prefix of `key` that a request can use, which trailing pools may shorten."""
-        match = self.tree.match(key)
+        match = tree.match(key)
         pages = self._trailing.usable(match)
-        return match if pages == len(match.device_pages) else self.tree.match(key.head(pages * self.page_size))
+        return match if pages == len(match.device_pages) else tree.match(key.head(pages * self.page_size))
 
     def _reusable(self, key: RadixKey) -> RadixKey:
         """Return the whole pages of `key` that may come from the cache: the last token is always computed."""

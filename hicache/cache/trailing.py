@@ -53,6 +53,7 @@ class TrailingTier:
                     f"trailing pool {pool.name}: a request loads {pool.trailing_pages} pages at once, the queue has "
                     f"room for {most}; use larger pages"
                 )
+            pool.pool.main = device
             first_layer += len(pool.pieces)
             allocator.freed.append(pool.drop)
 

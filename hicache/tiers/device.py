@@ -38,8 +38,8 @@ class BlockPool:
     """Device memory as blocks, one block per page, and the allocator of the pages.
 
     `loading` is the load that reads wait for, layer by layer. A cache sets it in `start_loading`, to None when no load
-    is in flight. An engine that has already waited may set it to None. `first_layer` is the number of the pool's layer
-    0 in that load: 0, unless a cache has several pools.
+    is in flight. An engine that has already waited may set it to None. If a cache has several pools, `main` is its L1,
+    whose `loading` is the load of all, and `first_layer` is the number of this pool's layer 0 in it.
 
     The memory belongs to an engine, whose tensors `blocks` views, or to a subclass that allocates it. `pages` is the
     number of allocatable pages, from page `blocks.first` on and without page 0; by default all. With `owned`, the
@@ -57,6 +57,7 @@ class BlockPool:
         self.blocks = blocks
         self.device = blocks.device
         self.loading: Transfer | None = None
+        self.main: BlockPool | None = None
         self.first_layer = 0
         self.allocator: PagePool = PageAllocator(pages, first=first) if owned is None else owned
 
@@ -71,9 +72,10 @@ class BlockPool:
         On CUDA this queues a wait on the device's current stream; on the CPU it blocks (see `Transfer.wait_layer`).
         Raises TransferError at each call if the load failed: the pages that it should fill must be recomputed.
         """
-        if self.loading is not None:
+        loading = self.loading if self.main is None else self.main.loading
+        if loading is not None:
             stream = torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-            self.loading.wait_layer(self.first_layer + layer, stream)
+            loading.wait_layer(self.first_layer + layer, stream)
 
 
 class KVPool(BlockPool):

@@ -198,6 +198,19 @@ def test_without_copies_on_l2_a_prefix_ends_where_slots_are_and_computing_it_giv
         assert one.run(tokens[: 6 * PAGE + 1]) == (24, 0, 0)
 
 
+def test_a_prefix_on_l1_without_slots_and_without_copies_is_read_from_storage(tmp_path: Path) -> None:
+    tokens = prompt(10, 1)
+    with engine(config(tmp_path, device=90, host=100)) as one:
+        one.run(tokens)
+        one.take_all_slots()
+        assert isinstance(one.cache, HiRadixCache)
+        tree = one.cache.tree
+        one.cache.host.free(tree.evict_host(tree.host_pages))
+        assert len(one.cache.match_prefix(RadixKey.of(tokens)).device_pages) == 10
+        assert one.run(tokens[: 6 * PAGE + 1]) == (24, 0, 0)  # its pages on L1, with slots from the frames
+        assert one.run(tokens) == (40, 0, 0)
+
+
 def test_two_requests_that_compute_the_same_prompt_end_with_the_pages_and_slots_of_the_tree() -> None:
     tokens = prompt(4, 1)
     with engine(config(), slots=20) as one:

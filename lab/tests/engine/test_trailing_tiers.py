@@ -269,8 +269,7 @@ def test_a_failed_load_ends_the_requests_that_wait_for_it_and_no_other(monkeypat
     failed = FailedTransfer(TransferError("the copy failed"))
 
     def start_loading() -> FailedTransfer:
-        for pool in (engine.cache.device, *(pool.pool for pool in engine.model.trailing)):
-            pool.loading = failed
+        engine.cache.device.loading = failed
         return failed
 
     with build("both") as engine:

@@ -209,8 +209,6 @@ class Engine:
             self._prefill(chunks, transfer)
         # The KV of decoding requests is on L1 already: a failed load must not fail them.
         self.cache.device.loading = None
-        for pool in self.model.trailing:
-            pool.pool.loading = None
         self._decode()
         if self._left_out and not (self._worked or self._preempted) and len(self._running) > 1:
             self._preempt_youngest()
