@@ -56,7 +56,7 @@ class HiRadixCache(TieredCache):
         if self._verifier is None and not trailing:
             self._prefetcher.chunked.promote = self._l1.promote
         self._prefetcher.may_have_room = self._may_have_room
-        if trailing:
+        if trailing and self._verifier is None:  # it does not let the copies of pages on L1 be loaded
             self._prefetcher.match = self._match
         self._pins = Pins(controller.time_s, int(self.config.pin_host_share * host.pages))
         self._device_fault: TransferError | None = None

@@ -211,6 +211,18 @@ def test_a_prefix_on_l1_without_slots_and_without_copies_is_read_from_storage(tm
         assert one.run(tokens) == (40, 0, 0)
 
 
+def test_with_verified_loads_slots_are_filled_from_verified_frames_only(tmp_path: Path) -> None:
+    tokens = prompt(10, 1)
+    with engine(config(tmp_path, device=90, host=100, integrity={"verify": "load"})) as one:
+        one.run(tokens)
+        one.take_all_slots()
+        assert one.run(tokens[: 6 * PAGE + 1]) == (0, 0, 0)  # its frames on L2 are not verified while L1 has it
+        one.cache.evict(90)
+        reads = one.cache.statistics().controller.prefetched_pages
+        assert one.run(tokens) == (0, 40, 0)
+        assert one.cache.statistics().controller.prefetched_pages == reads
+
+
 def test_two_requests_that_compute_the_same_prompt_end_with_the_pages_and_slots_of_the_tree() -> None:
     tokens = prompt(4, 1)
     with engine(config(), slots=20) as one:
