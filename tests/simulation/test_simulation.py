@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 SEEDS = 500
 LONG_SEEDS = 200
 STREAMED_SEEDS = 100
-POOLED_SEEDS = 200
+POOLED_SEEDS = 60
 BLOCK = 100  # seeds in one test
 
 
