@@ -116,7 +116,8 @@ MODELS: dict[str, Model] = {
             **_EXPERTS, "shared_expert_intermediate_size": _HIDDEN, "head_dim": 64, "linear_key_head_dim": 128,
             "linear_value_head_dim": 128, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
         },
-        {**_STATES, "dtype": "bfloat16"}, chunk_tokens=384, in_ci=True,
+        # By default vLLM chooses the type of states, and with it the size of a block, by the features of the CPU.
+        {**_STATES, "dtype": "bfloat16", "mamba_ssm_cache_dtype": "float32"}, chunk_tokens=384, in_ci=True,
     ),
     "LFM2": Model(
         "full attention and states", "Lfm2Config",
