@@ -91,11 +91,6 @@ class TrailingPool:
         """The number of holds of all slots."""
         return int(self._holds.sum())
 
-    @property
-    def free_slots(self) -> int:
-        """The number of slots that pages can get now."""
-        return self.pool.allocator.free_pages + len(self._idle())
-
     def hold(self, pages: PageIds, *, from_host: bool = False) -> bool:
         """Give `pages`, which are distinct, the slots that they lack, and keep all of them until `release`. Return
         False and change nothing if there is no room. `from_host`: a copy from L2 will fill the new ones."""
@@ -163,14 +158,11 @@ class TrailingPool:
         self._holds[slots] += change
         self._holds[0] = 0
 
-    def _idle(self) -> npt.NDArray[np.intp]:
-        return np.flatnonzero((self._page_of > 0) & (self._holds == 0))
-
     def _alloc(self, count: int) -> PageIds | None:
         slots = self.pool.allocator
         missing = count - slots.free_pages
         if missing > 0:
-            idle = self._idle()
+            idle = np.flatnonzero((self._page_of > 0) & (self._holds == 0))
             if len(idle) < missing:
                 return None
             oldest = np.lexsort((self._used[idle], ~self._on_host[idle]))
