@@ -55,6 +55,8 @@ POLICIES: dict[str, EvictionPolicy] = {
     "filo": RankPolicy(lambda node: -node.created),
     # Lowest request priority first, then least recently used.
     "priority": RankPolicy(lambda node: (node.priority << TICK_BITS) + node.last_access),
+    # Least recently used first, but the tree passes over what a tournament of caches keeps: see `hicache.tournament`.
+    "adaptive": RankPolicy(lambda node: max(node.last_access, node.kept_at)),
     # Segmented LRU: runs that fewer requests used first, then least recently used. Source: R. Karedla, J. S. Love,
     # B. G. Wherry, "Caching strategies to improve disk system performance", 1994.
     "slru": RankPolicy(lambda node: ((node.hit_count >= _PROTECTED_HITS) << TICK_BITS) + node.last_access),

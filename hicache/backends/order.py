@@ -8,6 +8,8 @@ from collections.abc import Iterator, KeysView, Sequence
 from dataclasses import dataclass
 
 from ..errors import InvariantError
+from ..tournament import PASSED_MAX
+from .adaptive import AdaptivePages
 
 # Visited in about 50 microseconds.
 PAGES_AT_ONCE = 256
@@ -29,11 +31,13 @@ class EvictionOrder:
     Invariant, verified by `check`: after `use`, a page is older than its parent. Pages in a cycle, which engines do not
     make, are in any order and are evicted like others.
 
-    `clock` counts uses; orders that share one can be compared.
+    `clock` counts uses; orders that share one can be compared. `adaptive` is for `victim`, and is told of uses by the
+    owner of this order.
     """
 
-    def __init__(self, clock: Iterator[int] | None = None) -> None:
+    def __init__(self, clock: Iterator[int] | None = None, adaptive: AdaptivePages | None = None) -> None:
         self._clock = itertools.count() if clock is None else clock
+        self._adaptive = adaptive
         self._links: OrderedDict[bytes, _Link] = OrderedDict()
 
     def now(self) -> int:
@@ -79,6 +83,25 @@ class EvictionOrder:
         for key, link in self._links.items():
             return key, link.used
         return None
+
+    def victim(self, before: float) -> bytes | None:
+        """Return the next victim that was last used before `before`; None without one. Pages that `adaptive` keeps
+        move to the end of the order."""
+        kept = None
+        for passed in itertools.count():
+            oldest = self.oldest()
+            if oldest is None or oldest[1] >= before:
+                break
+            key = oldest[0]
+            if self._adaptive is None or passed == PASSED_MAX or not self._adaptive.keeps(key, self._parent_of):
+                return key
+            kept = kept or key
+            self.use([key])
+        return kept  # all of them are kept: the oldest one, which still has no children
+
+    def _parent_of(self, key: bytes) -> bytes | None:
+        link = self._links.get(key)
+        return None if link is None else link.parent
 
     def keys(self) -> KeysView[bytes]:
         """Return the pages, the next victim first."""

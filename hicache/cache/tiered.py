@@ -30,12 +30,12 @@ from ..errors import InvalidInput, RankError
 from ..events import EventStream, Publisher
 from ..frame import FrameCodec
 from ..histogram import STEP_BOUNDS_S, Histogram
-from ..keys import TOKEN_BYTES, Namespace, RadixKey, require_epoch
-from ..radix import NO_HISTORY, RUN_PAGES_MAX, Node, RadixTree, UseHistory, check_tree, make_policy
+from ..keys import TOKEN_BYTES, Namespace, RadixKey, key_page_bytes, require_epoch
+from ..radix import NO_HISTORY, RUN_PAGES_MAX, AdaptiveEviction, Node, RadixTree, UseHistory, check_tree, make_policy
 from ..tiers import HostPool, PagePool
 from .break_even import BreakEven
 from .compute_queue import ComputeQueue
-from .host_tier import HostTier
+from .host_tier import COPIES_SHARE_MAX, HostTier
 from .mailbox import Mailbox
 from .misuse import CallerWatch
 from .prefetch import Prefetcher
@@ -123,6 +123,7 @@ class TieredCache:
         self._events: EventRecorder | None = None
         self._publisher: Publisher | None = None
         self._stores_on_host = kept is not None and config.storage is None
+        self._device_pages = device.capacity
         self._trees = Trees(self._new_tree, device, host)
         self._uses: UseMemory | None = None
         if config.write_policy == "write_through_selective":  # the only policy that counts uses
@@ -147,12 +148,20 @@ class TieredCache:
 
     def _new_tree(self) -> RadixTree:
         bounds = self.config.transfer
+        adaptive = None
+        if self.config.eviction_policy == "adaptive":
+            adaptive = AdaptiveEviction(
+                self.page_size, key_page_bytes(self.page_size, self._position_bytes),
+                max(self.host.pages, self._device_pages + int((1 - COPIES_SHARE_MAX) * self.host.pages)),
+                keeps_host=self.config.write_policy != "write_through_selective",
+            )
         tree = RadixTree(
             self.page_size,
             self._policy,
             run_pages_max=min(RUN_PAGES_MAX, bounds.write_pages_max, bounds.load_pages_max, self.host.pages),
             position_bytes=self._position_bytes,
             observer=self._events,
+            adaptive=adaptive,
         )
         tree.stores_on_host = self._stores_on_host
         tree.seals_host = self.config.integrity.verifies_host
@@ -343,6 +352,8 @@ class TieredCache:
 
     def _note_uses(self, rid: str | None, key: RadixKey, pages: int, *, begins: bool = False) -> UseHistory:
         """Count a request as a user of the first `pages` pages of `key`, once for each page; see `UseMemory`."""
+        if begins and self.tree.adaptive is not None:
+            self.tree.adaptive.begin(key)
         return NO_HISTORY if self._uses is None else self._uses.note(rid, key, pages, begins=begins)
 
     def _note_trace(self, rid: str, trace: Mapping[str, str] | None) -> tracing.Context | None:

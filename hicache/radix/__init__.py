@@ -1,6 +1,7 @@
 """The radix tree: nodes, matching, splitting, locks and eviction. The tree decides; `hicache.cache` executes."""
 
 from ..policies import POLICIES, make_policy
+from .adaptive import AdaptiveEviction
 from .check import check_tree, pretty_print
 from .node import NO_HISTORY, Node, UseHistory, may_leave_device, may_leave_host, may_lose_copy
 from .prefixes import PrefixTree, TreeObserver
@@ -12,6 +13,7 @@ __all__ = [
     "NO_HISTORY",
     "POLICIES",
     "RUN_PAGES_MAX",
+    "AdaptiveEviction",
     "EvictionChoice",
     "Inserted",
     "Match",

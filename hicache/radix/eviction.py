@@ -17,6 +17,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..policies import EvictionPolicy
+from ..tournament import PASSED_MAX
 from .node import Node, may_leave_device, may_leave_host, may_lose_copy
 
 # With fewer stale entries, a rebuild costs more than it gains.
@@ -35,6 +36,8 @@ class EvictionQueue:
         self._may_leave = may_leave
         self._entry = entry
         self._entry_of: Callable[[Node], int] = attrgetter(entry)
+        # True if an adaptive eviction passes over the node, whose rank has changed so that it comes last then.
+        self.keeps: Callable[[Node], bool] | None = None
         # The entry's number breaks ties of the rank, so nodes are never compared.
         self._heap: list[tuple[Any, int, Node]] = []
         self._last_entry = 0
@@ -61,6 +64,7 @@ class EvictionQueue:
     def pop(self) -> Node | None:
         """Remove and return the next victim, or None."""
         heap, rank_of, may_leave, entry_of = self._heap, self._policy.rank, self._may_leave, self._entry_of
+        passed = 0
         while heap:
             rank, entry, node = heap[0]
             if entry_of(node) != entry:
@@ -70,6 +74,10 @@ class EvictionQueue:
             leaves = may_leave(node)
             if leaves and (current := rank_of(node)) != rank:
                 heapq.heapreplace(heap, (current, entry, node))
+                continue
+            if leaves and self.keeps is not None and passed < PASSED_MAX and self.keeps(node):
+                heapq.heapreplace(heap, (rank_of(node), entry, node))
+                passed += 1
                 continue
             heapq.heappop(heap)
             setattr(node, self._entry, 0)

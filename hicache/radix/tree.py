@@ -21,12 +21,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 from ..errors import InvalidInput, InvariantError
 from ..events.types import Medium
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, RadixKey, common_pages
 from ..policies import EvictionPolicy
 from ..types import NO_PAGES, PageIds, concat
+from .adaptive import AdaptiveEviction
 from .eviction import EvictionQueues
 from .node import NO_HISTORY, Node, UseHistory, may_grow, may_leave_device
 from .prefixes import PrefixTree, TreeObserver
@@ -48,7 +50,7 @@ class RadixTree(PrefixTree):
     """See the module's docstring.
 
     `run_pages_max` bounds the size of a node, and so of every operation on it. A long prompt becomes a chain of nodes,
-    whose backups and loads fit into bounded queues one by one.
+    whose backups and loads fit into bounded queues one by one. `adaptive` decides which nodes an eviction passes over.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class RadixTree(PrefixTree):
         run_pages_max: int = RUN_PAGES_MAX,
         position_bytes: int = TOKEN_BYTES,
         observer: TreeObserver | None = None,
+        adaptive: AdaptiveEviction | None = None,
     ) -> None:
         super().__init__(page_size, position_bytes, run_pages_max, observer)
         self.stored = StoredPrefixes(self)
@@ -71,6 +74,11 @@ class RadixTree(PrefixTree):
         self.host_copy_pages = 0  # pages of nodes that are on L1 and L2
         self.pinned_pages = 0
         self.queues = EvictionQueues(policy)
+        self.adaptive = adaptive
+        if adaptive is not None:
+            self.queues.device.keeps = lambda node: node.host is None and self._keeps(adaptive, node)
+            if adaptive.keeps_host:
+                self.queues.host.keeps = partial(self._keeps, adaptive)
 
     @property
     def device_pages_total(self) -> int:
@@ -489,10 +497,16 @@ class RadixTree(PrefixTree):
         node.key += key
         node.device = concat([NO_PAGES if node.device is None else node.device, pages])
         node.page_keys = node.key if self.position_bytes == PAGE_KEY_BYTES else None
-        node.chain = None
+        node.chain = node.block = None
         self.device_protected_pages += len(pages)
         if self.observer is not None and prior is not None:
             self.observer.grown(self, node, len(pages), prior)
+
+    def _keeps(self, adaptive: AdaptiveEviction, node: Node) -> bool:
+        keeps = adaptive.keeps(node)
+        if keeps:
+            node.kept_at = self._clock
+        return keeps
 
     def _cut(self, victim: Node, pages: int) -> int:
         """Split off the head of a victim that has at least twice the needed pages. Return the victim's new length."""
