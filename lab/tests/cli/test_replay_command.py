@@ -176,6 +176,12 @@ def test_a_synthetic_trace_is_written_and_described(tmp_path: Path) -> None:
     assert "50 within" in output and "seen before" in output
 
 
+def test_a_synthetic_trace_can_have_the_users_of_a_recorded_one(tmp_path: Path) -> None:
+    path = tmp_path / "agents.jsonl"
+    code, _ = invoke("trace", "generate", str(path), "--requests", "20", "--service", "agents")
+    assert code == 0 and list(read_trace(path)) == list(synthetic_trace(20, 0, "agents"))
+
+
 def test_a_trace_is_not_replaced_without_force(tmp_path: Path) -> None:
     path = tmp_path / "mine"
     path.write_text("precious")

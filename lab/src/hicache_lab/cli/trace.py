@@ -20,7 +20,7 @@ from hicache.units import counted
 from ..replay.job import SYNTHETIC_REQUESTS
 from ..traces.record import BLOCK_TOKENS_DEFAULT, LOG_LINE_BYTES_MAX, Recorder
 from ..traces.request import BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN, TraceRequest
-from ..traces.synthetic import synthetic_trace
+from ..traces.synthetic import SERVICES, synthetic_trace
 from ..traces.trace import REQUESTS_MAX, as_line, read_trace, trace_format, write_trace
 from .replay_view import facts_lines, trace_facts
 
@@ -38,11 +38,15 @@ def trace() -> None:
 @click.option(
     "--seed", type=click.IntRange(0, SEED_MAX), default=0, show_default=True, help="Seed of the random numbers."
 )
+@click.option(
+    "--service", type=click.Choice(list(SERVICES)), default="mixed", show_default=True,
+    help="The users: as in a recorded trace of conversations or of coding agents, or a mix.",
+)
 @click.option("--force", is_flag=True, help="Replace FILE if it exists.")
-def generate(file: Path, requests: int, seed: int, force: bool) -> None:
-    """Write a synthetic trace to FILE (- for standard output): chats and agents with shared system prompts, and
-    questions about documents."""
-    _write(file, synthetic_trace(requests, seed), force)
+def generate(file: Path, requests: int, seed: int, service: str, force: bool) -> None:
+    """Write a synthetic trace to FILE (- for standard output). The mix has chats and agents with shared system prompts,
+    and questions about documents."""
+    _write(file, synthetic_trace(requests, seed, service), force)
 
 
 @trace.command(short_help="Convert an engine's request log to a trace without prompts.")
