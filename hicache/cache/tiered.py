@@ -148,24 +148,27 @@ class TieredCache:
 
     def _new_tree(self) -> RadixTree:
         bounds = self.config.transfer
-        adaptive = None
-        if self.config.eviction_policy == "adaptive":
-            adaptive = AdaptiveEviction(
-                self.page_size, key_page_bytes(self.page_size, self._position_bytes),
-                max(self.host.pages, self._device_pages + int((1 - COPIES_SHARE_MAX) * self.host.pages)),
-                keeps_host=self.config.write_policy != "write_through_selective",
-            )
         tree = RadixTree(
             self.page_size,
             self._policy,
             run_pages_max=min(RUN_PAGES_MAX, bounds.write_pages_max, bounds.load_pages_max, self.host.pages),
             position_bytes=self._position_bytes,
             observer=self._events,
-            adaptive=adaptive,
+            adaptive=self._new_adaptive() if self.config.eviction_policy == "adaptive" else None,
         )
         tree.stores_on_host = self._stores_on_host
         tree.seals_host = self.config.integrity.verifies_host
         return tree
+
+    def _new_adaptive(self) -> AdaptiveEviction:
+        # L2 holds copies of pages of L1, at most `COPIES_SHARE_MAX` of its pages.
+        pages = max(self.host.pages, self._device_pages + int((1 - COPIES_SHARE_MAX) * self.host.pages))
+        return AdaptiveEviction(
+            key_page_bytes(self.page_size, self._position_bytes),
+            max(1, self.config.adaptive_block_tokens // self.page_size),
+            pages,
+            keeps_host=self.config.write_policy != "write_through_selective",
+        )
 
     def _new_verifier(self) -> LoadVerifier:
         if self._host_codec is None:
