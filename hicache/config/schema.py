@@ -285,8 +285,7 @@ class HiCacheConfig(Section):
         (16, 2147483648)
     """
 
-    # Shadows of the adaptive eviction take about 650 bytes of memory, and the scheduler 2 to 3 microseconds, for a block.
-    # Prompts and branches that are shorter are not told apart.
+    # For each block, the shadows of the adaptive eviction take 650 bytes of memory, and the scheduler 2 to 3 us.
     adaptive_block_tokens: ClassVar[int] = 512
     page_size: Count = Field(
         default=64, ge=1, le=PAGE_SIZE_MAX,
@@ -329,8 +328,8 @@ class HiCacheConfig(Section):
     )
     eviction_policy: Annotated[str, Field(max_length=256), AfterValidator(require_policy)] = Field(
         default="lru",
-        description="The page that a full tier evicts first. `lru`: least recently used. `adaptive`: as `lru`, but passes "
-        "over what the best of LRU, S3-FIFO and ARC would keep at this size. `lfu`: used by the fewest "
+        description="The page that a full tier evicts first. `lru`: least recently used. `adaptive`: as `lru`, but "
+        "not what the best of LRU, S3-FIFO and ARC would keep at this size. `lfu`: used by the fewest "
         "requests. `slru`: as `lru`, but pages used by two requests last. `priority`: lowest "
         "request priority. `fifo`: oldest. `filo`: newest. `mru`: most recently used. `module:Class`: your own.",
     )

@@ -3,15 +3,18 @@
 One tournament decides for L1 and L2 together: a node is lost only when it leaves both. So an eviction from L1 passes
 over a kept node that has no copy on L2, and an eviction from L2 over any kept node.
 
-A shadow has one key for each block of tokens of a prompt: a hash of all tokens up to the end of the block. A node is
-kept with the last block that is whole at its end. So shadows need neither nodes nor page keys, and remember blocks
-whose nodes were evicted. A request is counted when it begins, with all blocks of its prompt. Equal requests make equal
-decisions in every process, as ranks need.
+A shadow has one key for each block of tokens of a prompt: a hash of all tokens up to the end of the block. So shadows
+need neither nodes nor page keys, and remember blocks whose nodes were evicted. A request is counted when it begins,
+with all blocks of its prompt; the rest after the last whole block counts as a block too. Otherwise the shadows would
+hold more than fits, and short prompts, which they would not see, would lose their place to long ones. Equal requests
+make equal decisions in every process, as ranks need.
+
+A node is kept with the last block that is whole at its end. If that block ends before the node, as for a short question
+after a common system prompt, the node must itself have been reused.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator
 
 from xxhash import xxh3_64_intdigest
@@ -35,11 +38,16 @@ class AdaptiveEviction:
 
     def begin(self, key: RadixKey) -> None:
         """Record that a request with this prompt begins."""
-        self._tournament.use(list(self._blocks(key.tokens, xxh3_64_intdigest(key.seed))))
+        prior = xxh3_64_intdigest(key.seed)
+        blocks = list(self._blocks(key.tokens, prior))
+        if rest := len(key.tokens) % self._block_bytes:
+            blocks.append(xxh3_64_intdigest(key.tokens[-rest:], blocks[-1] if blocks else prior))
+        self._tournament.use(blocks)
 
     def keeps(self, node: Node) -> bool:
         """Return True if `node` should stay in the tree."""
-        return self._tournament.keeps(self._block_of(node))
+        block, _, is_inside = self._block_of(node)
+        return (is_inside or node.hit_count > 1) and self._tournament.keeps(block)
 
     def _blocks(self, data: bytes, prior: int) -> Iterator[int]:
         size = self._block_bytes
@@ -47,19 +55,20 @@ class AdaptiveEviction:
             prior = xxh3_64_intdigest(data[end - size : end], prior)
             yield prior
 
-    def _block_of(self, node: Node) -> int:
-        """Return the last whole block up to the end of `node`. Hashes each node once."""
+    def _block_of(self, node: Node) -> tuple[int, int, bool]:
+        """Return the last whole block up to the end of `node`, the number of key bytes after it, and whether it ends
+        inside of `node`. Hashes each node once."""
         unknown: list[Node] = []
         while node.block is None and node.parent is not None:
             unknown.append(node)
             node = node.parent
-        block, rest = node.block or (xxh3_64_intdigest(node.page_keys or b""), 0)
+        found = node.block or (xxh3_64_intdigest(node.page_keys or b""), 0, False)
         for part in reversed(unknown):
+            block, rest, _ = found
             data = _before(part, rest) + part.key
-            block = deque(self._blocks(data, block), maxlen=1)[0] if len(data) >= self._block_bytes else block
-            rest = len(data) % self._block_bytes
-            part.block = block, rest
-        return block
+            blocks = list(self._blocks(data, block))
+            part.block = found = (blocks[-1] if blocks else block, len(data) % self._block_bytes, bool(blocks))
+        return found
 
 
 def _before(node: Node, size: int) -> bytes:

@@ -57,7 +57,7 @@ class Node:
     device_entry: int = 0  # number of this node's entry in the L1 eviction queue; 0 for none
     host_entry: int = 0  # the same in the L2 eviction queue, for a node on L2 only
     kept_at: int = 0  # tick of the tree's clock when an adaptive eviction last passed over this node
-    block: tuple[int, int] | None = None  # see `AdaptiveEviction`: the last whole block, and the key bytes after it
+    block: tuple[int, int, bool] | None = None  # see `AdaptiveEviction._block_of`; None until first needed
     visited: int = 0  # number of the last snapshot of events that contains this node; 0 before its first event
 
     def move_head(self, head: Node, pages: int) -> None:

@@ -6,6 +6,7 @@ import hashlib
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,7 @@ class Engine:
         while done < len(tokens):
             end = min(done + 3 * PAGE, len(tokens))
             self.cache.start_loading()
-            assert self.cache.prepare(kv, done, end)
+            wait_for(partial(self.prepare, kv, done, end))
             self.read(kv, tokens, done // PAGE)
             self.write(kv, tokens, done // PAGE, end // PAGE)
             done = end
@@ -89,6 +90,11 @@ class Engine:
         assert self.cache.drain(30.0)
         self.check()
         return kv.device_hit_tokens, kv.host_hit_tokens, kv.storage_hit_tokens
+
+    def prepare(self, kv: RequestKV, start: int, end: int) -> bool:
+        """Take slots, which copies of earlier pages may still hold."""
+        self.cache.poll()
+        return self.cache.prepare(kv, start, end)
 
     def read(self, kv: RequestKV, tokens: list[int], first: int) -> None:
         """Compare all layers of the pages before `first` that a forward reads."""

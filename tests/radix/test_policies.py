@@ -19,6 +19,7 @@ from tests.seeds import rng, seeds
 # The documented meaning of each policy, independent of the code: the node with the smallest rank leaves first.
 MEANING: dict[str, Callable[[Node], Any]] = {
     "lru": lambda node: node.last_access,
+    "adaptive": lambda node: node.last_access,  # without a tournament; see test_adaptive.py
     "lfu": lambda node: (node.hit_count, node.last_access),
     "fifo": lambda node: node.created,
     "mru": lambda node: -node.last_access,

@@ -135,7 +135,9 @@ def _draw_config(numbers: random.Random, page_size: int) -> HiCacheConfig:
         ]
     )
     pages = numbers.choice([6, 12, 40])
-    return HiCacheConfig(
+    return tuned(
+        HiCacheConfig,
+        adaptive_block_tokens=page_size * numbers.choice([1, 2]),
         eviction_policy=eviction_policy,
         write_policy=write_policy,
         load_back_threshold_tokens=load_back_threshold_tokens,
