@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 
-from ..tournament import Tournament
+from ..tournament import LruShadow, Tournament
 
 # Keys in each shadow: about 20 MB for all shadows.
 SAMPLE_MAX = 1 << 15
@@ -21,23 +22,33 @@ class AdaptivePages:
     def __init__(self, pages: int) -> None:
         bits = max(0, (pages - 1).bit_length() - (SAMPLE_MAX - 1).bit_length())
         self._others = (1 << bits) - 1
-        self._tournament = Tournament(pages >> bits)
+        self._tournament = Tournament(pages >> bits, uses_per_request=2)  # it reads, then writes
+        self._salt = 0
+        self.pages = pages
+
+    def of(self, namespace: bytes) -> AdaptivePages:
+        """Return this tournament for the pages of one of several namespaces, where the same key is another page."""
+        own = copy.copy(self)
+        own._salt = hash(namespace)
+        return own
 
     def use(self, keys: Sequence[bytes]) -> None:
         """Record that a request reads, writes or touches these pages of one chain, head first; once per request. Pages
         that a read misses do not count: the request writes them later."""
-        numbers = [number for key in keys if not (number := hash(key)) & self._others]
+        numbers = [number for key in keys if not (number := hash(key) ^ self._salt) & self._others]
         if numbers:
             self._tournament.use(numbers)
 
     def keeps(self, key: bytes, parent_of: Callable[[bytes], bytes | None]) -> bool:
         """Return True if the store should evict another page first. `parent_of` returns the key of the page before a
-        page, or None."""
+        page, or None. While LRU is the best, that is the order of the store anyway, and nothing is kept."""
+        if isinstance(self._tournament.best, LruShadow):
+            return False
         page: bytes | None = key
         for _ in range(8 * (self._others + 1)):  # ends in a cycle, too, and rarely without a page of the sample
             if page is None:
                 return False
-            if not (number := hash(page)) & self._others:
+            if not (number := hash(page) ^ self._salt) & self._others:
                 return self._tournament.keeps(number)
             page = parent_of(page)
         return False

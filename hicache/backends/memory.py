@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from ..errors import InvalidInput, InvariantError
 from ..frame import FrameCodec
 from ..units import parse_size
+from .adaptive import AdaptivePages
 from .base import EvictionListener, StoredPage, Usage
 from .driver import Incidents
 from .order import EvictionOrder
@@ -24,16 +25,18 @@ class MemoryDriver:
     """Pages in this process's memory, lost with it. Thread-safe; blocks only for its own lock.
 
     With `capacity_bytes` it evicts the least recently used page without children, so tails before heads. A batch does
-    not evict its own pages or their ancestors. Raises InvalidInput for a capacity that is not a positive number.
+    not evict its own pages or their ancestors. With `adaptive` it evicts pages last that this keeps. Raises
+    InvalidInput for a capacity that is not a positive number.
     """
 
-    def __init__(self, capacity_bytes: int | None = None) -> None:
+    def __init__(self, capacity_bytes: int | None = None, adaptive: AdaptivePages | None = None) -> None:
         if capacity_bytes is not None and (type(capacity_bytes) is not int or capacity_bytes < 1):
             raise InvalidInput(f"memory driver: capacity_bytes must be a positive number, got {capacity_bytes!r}")
         self._capacity_bytes = capacity_bytes
         self._lock = threading.Lock()
         self._pages: dict[bytes, bytes] = {}
-        self._order = EvictionOrder()
+        self._adaptive = adaptive
+        self._order = EvictionOrder(adaptive=adaptive)
         self._bytes = 0
         self._evicted_pages = 0
         self._listeners: dict[bytes, EvictionListener] = {}
@@ -46,8 +49,14 @@ class MemoryDriver:
         """See Touches."""
         names = [namespace + key for key in keys]
         with self._lock:
-            self._order.use(names)
+            self._use([name for name in names if name in self._pages])
             return [name in self._pages for name in names]
+
+    def _use(self, names: Sequence[bytes]) -> None:
+        """Record that a request uses these pages, head first."""
+        self._order.use(names)
+        if self._adaptive is not None:
+            self._adaptive.use(names)
 
     def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """See Driver."""
@@ -66,7 +75,7 @@ class MemoryDriver:
                 elif pages.take(position, stored, found=stored):
                     hits.append(name)
         with self._lock:
-            self._order.use(hits)
+            self._use(hits)
 
     def write(self, pages: PageWrites) -> None:
         """See Driver. Rejects the tail of a batch that does not fit; its head stays."""
@@ -74,7 +83,8 @@ class MemoryDriver:
         names = [space + key for key in pages.keys]
         with self._lock:
             since = self._order.now()
-            self._order.use([*(space + parent for parent in pages.parents[:1] if parent), *names])
+            self._order.use([space + parent for parent in pages.parents[:1] if parent])
+            self._use(names)  # the shadows make room before the store does
         for position, name in enumerate(names):
             if pages.is_late:
                 break
@@ -103,10 +113,9 @@ class MemoryDriver:
         if need > self._capacity_bytes:
             return False
         while self._bytes + need > self._capacity_bytes:
-            oldest = self._order.oldest()
-            if oldest is None or oldest[1] > since:
+            name = self._order.victim(since)
+            if name is None:
                 return False
-            name = oldest[0]
             self._drop(name)
             if name[:_SPACE_BYTES] in self._listeners:
                 self._listeners[name[:_SPACE_BYTES]]([name[_SPACE_BYTES:]])
@@ -156,7 +165,7 @@ class MemoryDriver:
         """See Driver. Forgets all pages."""
         with self._lock:
             self._pages.clear()
-            self._order = EvictionOrder()
+            self._order = EvictionOrder(adaptive=self._adaptive)
             self._bytes = 0
 
     def check(self) -> None:
@@ -186,11 +195,16 @@ class MemoryDriver:
             self._pages[name] = stored
 
 
-def open_memory(codec: FrameCodec, capacity: int | str | None = None) -> MemoryDriver:
+def open_memory(
+    codec: FrameCodec, capacity: int | str | None = None, eviction_policy: str = "lru"
+) -> MemoryDriver:
     """Open an empty store of the type `memory`, in which pages of any size have room. `capacity` is in bytes, or a text
-    such as `16GiB`. Raises InvalidInput."""
-    del codec
+    such as `16GiB`; `eviction_policy` is `lru` or `adaptive`. Raises InvalidInput."""
+    if eviction_policy not in ("lru", "adaptive"):
+        raise InvalidInput(f"eviction_policy: {eviction_policy!r} is not a policy; use lru or adaptive")
     try:
-        return MemoryDriver(parse_size(capacity))
+        capacity_bytes = parse_size(capacity)
     except ValueError as error:
         raise InvalidInput(f"capacity: {error}") from error
+    is_adaptive = eviction_policy == "adaptive" and capacity_bytes is not None
+    return MemoryDriver(capacity_bytes, AdaptivePages(capacity_bytes // codec.frame_bytes) if is_adaptive else None)

@@ -31,14 +31,17 @@ class EvictionOrder:
     Invariant, verified by `check`: after `use`, a page is older than its parent. Pages in a cycle, which engines do not
     make, are in any order and are evicted like others.
 
-    `clock` counts uses; orders that share one can be compared. `adaptive` is for `victim`, and is told of uses by the
-    owner of this order.
+    `clock` counts uses; orders that share one can be compared. `adaptive` is for `victim`; the owner of this order
+    tells it of uses, and may replace it.
     """
 
     def __init__(self, clock: Iterator[int] | None = None, adaptive: AdaptivePages | None = None) -> None:
         self._clock = itertools.count() if clock is None else clock
-        self._adaptive = adaptive
+        self.adaptive = adaptive
         self._links: OrderedDict[bytes, _Link] = OrderedDict()
+        # Pages that `victim` passed over in the newest batch, with their last uses.
+        self._passed: dict[bytes, int] = {}
+        self._batch = 0.0
 
     def now(self) -> int:
         """Return a time of the clock before all later uses."""
@@ -75,6 +78,7 @@ class EvictionOrder:
                 if key in self._links:  # not discarded in between
                     self._links[key].used = next(self._clock)
                     self._links.move_to_end(key)
+                    self._passed.pop(key, None)
                 if not next(visited) % PAGES_AT_ONCE:
                     yield
 
@@ -85,19 +89,33 @@ class EvictionOrder:
         return None
 
     def victim(self, before: float) -> bytes | None:
-        """Return the next victim that was last used before `before`; None without one. Pages that `adaptive` keeps
-        move to the end of the order."""
-        kept = None
+        """Return the next victim that was last used before `before`, the start of a batch; None without one. Pages that
+        `adaptive` keeps move to the end of the order; they are victims if the batch has no others."""
+        if before > self._batch:
+            self._batch = before
+            self._passed.clear()
         for passed in itertools.count():
             oldest = self.oldest()
             if oldest is None or oldest[1] >= before:
                 break
             key = oldest[0]
-            if self._adaptive is None or passed == PASSED_MAX or not self._adaptive.keeps(key, self._parent_of):
+            if self.adaptive is None or passed == PASSED_MAX or not self.adaptive.keeps(key, self._parent_of):
                 return key
-            kept = kept or key
-            self.use([key])
-        return kept  # all of them are kept: the oldest one, which still has no children
+            self._pass_over(key)
+        return next((key for key, used in self._passed.items() if used < before), None)
+
+    def _pass_over(self, tail: bytes) -> None:
+        """Move a page and its ancestors to the end, as if they were used."""
+        walk: dict[bytes, None] = {}
+        key: bytes | None = tail
+        while key is not None and key not in walk and key in self._links:
+            walk[key] = None
+            key = self._links[key].parent
+        for key in walk:
+            link = self._links[key]
+            self._passed[key] = self._passed.pop(key, link.used)  # the order of `_passed` is that of `_links`
+            link.used = next(self._clock)
+            self._links.move_to_end(key)
 
     def _parent_of(self, key: bytes) -> bytes | None:
         link = self._links.get(key)
@@ -110,6 +128,7 @@ class EvictionOrder:
     def discard(self, key: bytes) -> None:
         """Forget a page, if it is known."""
         self._links.pop(key, None)
+        self._passed.pop(key, None)
 
     def check(self) -> None:
         """Raise InvariantError if a page is out of order. REQUIRES: `use` has followed each `add`."""

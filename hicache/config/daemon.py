@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -87,6 +87,12 @@ class DaemonConfig(Section):
         default=GIB,
         description="Host memory for hot pages of all namespaces, in front of `storage`; allocated at start. More "
         "serves more hits without the store. `10%`: a share of the memory that is available then. 0: none.",
+    )
+    eviction_policy: Literal["lru", "adaptive"] = Field(
+        default="lru",
+        description="Pages that a full pool evicts first. `lru`: least recently used. `adaptive`: as `lru`, but pages "
+        "that the best of several simulated policies would keep last, for more hits if many pages are used once; takes "
+        "up to 20 MB and a few microseconds per page.",
     )
     staging: PositiveSize = Field(
         default=256 * MIB,

@@ -99,7 +99,7 @@ class Node:
             check_backend(spec.type, spec.options)
         pool_bytes = pool_bytes_of(config.daemon)
         try:
-            self.pool = DaemonPool(pool_bytes)
+            self.pool = DaemonPool(pool_bytes, is_adaptive=config.daemon.eviction_policy == "adaptive")
         except OSError as error:
             size = format_size(pool_bytes)
             raise ConfigError(f"daemon.pool: cannot allocate {size}: {error.strerror}; use a smaller size") from error

@@ -16,6 +16,10 @@ an engine has handed over always enters. Victims are the least recently used
 pages of all namespaces, tails before heads; of its own namespace if that has reached its quota. Pages that are held,
 pinned, or were used since the start of the current batch are not evicted.
 
+With adaptive eviction, the pool has one tournament, for as many pages as it holds: all namespaces share its memory, and
+the uses of each show which policy is best. But the least recently used page still determines the namespace that loses a
+page, so that a namespace does not lose memory to kept pages of another one.
+
 Locking design: one lock per pool guards all fields of the pool and its spaces. It is held for operations on
 dictionaries, never while bytes are copied; nothing else is locked while it is held.
 """
@@ -29,6 +33,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ..backends.adaptive import AdaptivePages
 from ..backends.base import Usage
 from ..backends.order import EvictionOrder
 from ..errors import InvalidInput, InvariantError
@@ -89,19 +94,21 @@ class PoolSpace:
 class DaemonPool:
     """Memory for pages of `capacity_bytes`, allocated and touched at once; 0 for an empty pool. Thread-safe.
 
-    The constructor blocks while the memory is touched, about a quarter of a second per GiB. Raises OSError if the
-    allocation fails, InvalidInput for a negative capacity.
+    `is_adaptive` evicts pages last that a tournament keeps. The constructor blocks while the memory is touched, about a
+    quarter of a second per GiB. Raises OSError if the allocation fails, InvalidInput for a negative capacity.
 
     Invariant, verified by `check`: each unit is free or belongs to one page that is listed, held or being filled.
     """
 
-    def __init__(self, capacity_bytes: int, *, unit_bytes: int = UNIT_BYTES) -> None:
+    def __init__(self, capacity_bytes: int, *, unit_bytes: int = UNIT_BYTES, is_adaptive: bool = False) -> None:
         if capacity_bytes < 0 or unit_bytes < HEADER_BYTES:
             raise InvalidInput(f"pool: {capacity_bytes} bytes in units of {unit_bytes} is not a valid pool")
         self.capacity_bytes = capacity_bytes // unit_bytes * unit_bytes
         self._lock = threading.Lock()
         self._memory = UnitMemory(capacity_bytes // unit_bytes, unit_bytes)
         self._clock = itertools.count()
+        self._is_adaptive = is_adaptive
+        self._adaptive: AdaptivePages | None = None  # known with the first namespace, whose pages have a size
         self._spaces: dict[bytes, PoolSpace] = {}
         self._unlisted: set[PooledPage] = set()  # being filled, or removed and held
         self._asked: OrderedDict[int, None] = OrderedDict()
@@ -123,7 +130,10 @@ class DaemonPool:
             space = self._spaces.get(namespace)
             if space is None:
                 units = -(-page_bytes // self._memory.unit_bytes)
-                space = PoolSpace(namespace, label, page_bytes, units, EvictionOrder(self._clock))
+                if self._is_adaptive and self._adaptive is None:
+                    self._adaptive = AdaptivePages(self._memory.units // units)
+                adaptive = self._adaptive and self._adaptive.of(namespace)
+                space = PoolSpace(namespace, label, page_bytes, units, EvictionOrder(self._clock, adaptive))
                 self._spaces[namespace] = space
             elif space.page_bytes != page_bytes:
                 raise InvalidInput(
@@ -213,13 +223,24 @@ class DaemonPool:
         return space.quota_bytes // self._memory.unit_bytes - space.used_units
 
     def _make_room(self, space: PoolSpace, since: int) -> bool:
+        if self._adaptive is not None:
+            self._fit(self._adaptive.pages)
         if space.units > self._memory.units or not self._evict_own(space, space.units, since):
             return False
         while self._memory.free < space.units:
             oldest = [(found[1], other) for other in self._spaces.values() if (found := other.order.oldest())]
-            if not oldest or not self._evict(min(oldest, key=lambda pair: pair[0])[1], since):
+            if not any(self._evict(other, since) for _, other in sorted(oldest, key=lambda pair: pair[0])):
                 return False
         return True
+
+    def _fit(self, shadow_pages: int) -> None:
+        """Start the tournament again if the full pool has a quarter more or fewer pages than its shadows: a page of
+        other namespaces may have another size."""
+        pages = sum(len(space.pages) for space in self._spaces.values())
+        if pages and abs(pages - shadow_pages) > shadow_pages // 4:
+            self._adaptive = AdaptivePages(pages)
+            for space in self._spaces.values():
+                space.order.adaptive = self._adaptive.of(space.namespace)
 
     def _evict_own(self, space: PoolSpace, units: int, since: int) -> bool:
         """Evict pages of a namespace until its quota allows `units`; return False if that is not possible."""
@@ -230,8 +251,8 @@ class DaemonPool:
 
     def _evict(self, space: PoolSpace, since: int) -> bool:
         """Evict the oldest evictable page of a space; return False if there is none."""
-        while (found := space.order.oldest()) is not None and found[1] < since:
-            page = space.pages[found[0]]
+        while (key := space.order.victim(since)) is not None:
+            page = space.pages[key]
             if not page.holders and not page.is_pinned:
                 self._drop(space, page)
                 self._evicted += 1
@@ -305,12 +326,29 @@ class DaemonPool:
             space.order.use(keys)
 
     def hit(self, space: PoolSpace, keys: Sequence[bytes]) -> None:
-        """As `use`, for pages that a request has read; also counts their hits for `hot`."""
+        """As `use`, for pages that a request has read, head first; also counts them for adaptive eviction and, if they
+        are in the pool, for `hot`."""
+        self.count(space, keys)
         with self._lock:
             space.order.use(keys)
             pages = [page for key in keys if (page := space.pages.get(key))]
             if pages:
                 self._hot.note(space.label, [page.key for page in pages], [page.hits for page in pages])
+
+    def count(self, space: PoolSpace, keys: Sequence[bytes]) -> None:
+        """Count a use of pages by a request, head first, for adaptive eviction. Pages that a request hands over are
+        counted before they enter, so that the shadows make room before the pool does."""
+        if self._is_adaptive:
+            with self._lock:
+                if space.order.adaptive is not None:
+                    space.order.adaptive.use(keys)
+
+    def touch(self, space: PoolSpace, keys: Sequence[bytes]) -> list[bool]:
+        """As `use`, for pages that a request touches; also counts them for adaptive eviction. Return as `has`."""
+        self.use(space, keys)
+        present = self.has(space, keys)
+        self.count(space, [key for key, is_present in zip(keys, present, strict=True) if is_present])
+        return present
 
     def hot(self) -> tuple[HotPrefix, ...]:
         """Return the chains with the most recent hits, the hottest first."""

@@ -141,8 +141,8 @@ class SharedStore(StoreGroup):
         A page that only the pool has is not missing. While no call reaches the store, pages that the pool does not have
         count as missing, so that engines hand them over again.
         """
-        self._pool.use(self._space, keys)
-        absent = [key for key, there in zip(keys, self._pool.has(self._space, keys), strict=True) if not there]
+        present = self._pool.touch(self._space, keys)
+        absent = [key for key, there in zip(keys, present, strict=True) if not there]
         with self._using() as attached:
             inner = attached.backend
             if inner is not None and (inner.may_pass(Direction.WRITE) or not self.stands_in):
@@ -371,7 +371,7 @@ class _Read:
         for position, key in enumerate(self._keys):
             if first[key] != position and outcomes[position] is GetOutcome.HIT:
                 self._store.pages.copy(key, self._pages[first[key]], self._pages[position])
-        hits = [key for key, outcome in self._outcomes.items() if outcome is GetOutcome.HIT]
+        hits = [key for key in first if self._outcomes.get(key) is GetOutcome.HIT]
         (self._pool.use if self._is_warmup else self._pool.hit)(self._space, hits)
         if not self._is_warmup:
             self._store._tally(**self.counts)
@@ -392,8 +392,8 @@ class _Write:
         self._parents = parents_of(keys, parent)
         self._call, self._deadline, self._report = call, call.deadline, store._report(call)
         self._since = self._pool.now()  # pages used from now on are not evicted by this call
-        if parent is not None:
-            self._pool.use(self._space, [parent])
+        self._pool.use(self._space, [] if parent is None else [parent])
+        self._pool.count(self._space, keys)
         self._outcomes: dict[int, SetOutcome] = {}
         self._in_pool: dict[int, SetOutcome | ErrorKind] = {}
         self._waiter: Waiter[bool] = Waiter((), store._clock)

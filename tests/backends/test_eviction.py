@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from hicache.backends.adaptive import AdaptivePages
 from hicache.backends.base import SetOutcome
 from hicache.backends.file import FileDriver
 from hicache.backends.memory import MemoryDriver
@@ -33,7 +34,7 @@ SHORT = 4096
 Make = Callable[..., Subject]
 
 
-@pytest.fixture(params=["memory", "file"])
+@pytest.fixture(params=["memory", "adaptive memory", "file"])
 def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
     """A function that opens a store of this many frames, whose links are checked at the end."""
     made: list[Subject] = []
@@ -43,7 +44,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Make]:
         if request.param == "file":
             made.append(open_file(tmp_path / "s", codec, capacity=capacity))
         else:
-            driver = MemoryDriver(capacity)
+            driver = MemoryDriver(capacity, AdaptivePages(int(frames)) if "adaptive" in request.param else None)
             OPENED.append(backend := bare(driver, codec))
             made.append(memory_subject(backend, driver))
         return made[-1]

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
+from hicache.backends import memory
 from hicache.backends.base import SetOutcome, StoredPage
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.stored import StoredPages
@@ -38,9 +39,9 @@ from tests.seeds import rng, seeds
 from ._files import OPENED
 
 
-def open_memory(codec: FrameCodec, capacity_pages: int | None = None) -> Subject:
+def open_memory(codec: FrameCodec, capacity_pages: int | None = None, policy: str = "lru") -> Subject:
     capacity_bytes = None if capacity_pages is None else capacity_pages * codec.frame_bytes
-    driver = MemoryDriver(capacity_bytes)
+    driver = memory.open_memory(codec, capacity_bytes, policy)
     OPENED.append(backend := bare(driver, codec))
     return memory_subject(backend, driver)
 
@@ -110,10 +111,11 @@ class TestStoreOverMemory(StoreContract):
         assert backend.statistics().errors == {"deadline": 2, "closed": 2}
 
 
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
 @pytest.mark.parametrize("seed", seeds(3))
-def test_random_use_keeps_links_and_capacity(seed: int) -> None:
+def test_random_use_keeps_links_and_capacity(seed: int, policy: str) -> None:
     dice = rng(seed)
-    store = open_memory(FrameCodec(NAMESPACE, PAYLOAD_BYTES), 10)
+    store = open_memory(FrameCodec(NAMESPACE, PAYLOAD_BYTES), 10, policy)
     driver = driver_of(store.backend, MemoryDriver)
     chains = [make_keys(6, f"chain {number}") for number in range(5)]
     for _ in range(400):
@@ -140,6 +142,32 @@ def test_a_page_larger_than_the_capacity_evicts_nothing() -> None:
     noise = memoryview(bytearray(rng(1).randbytes(plain)))
     assert backend.batch_set(keys[1:], [noise], parent=None, deadline=soon()) == [SetOutcome.REJECTED]
     assert (load(store, keys), backend.statistics().evicted_pages) == ([HIT, MISS], 0)
+
+
+@pytest.mark.parametrize("how", ["read", "touched"])
+@pytest.mark.parametrize("policy", ["lru", "adaptive"])
+def test_adaptive_eviction_keeps_popular_chains_that_lru_loses_to_pages_that_are_used_once(
+    policy: str, how: str
+) -> None:
+    """The control is LRU: between two uses of a popular chain more pages are stored than have room."""
+    store = open_memory(FrameCodec(NAMESPACE, PAYLOAD_BYTES), 60, policy)
+    chains, hits = [make_keys(3, f"popular {number}") for number in range(10)], 0
+    for turn in range(300):
+        popular = chains[turn % 10]
+        if how == "read":
+            found = load(store, popular).count(HIT)
+        else:
+            found = 3 - len(store.backend.batch_touch(popular, deadline=soon()))
+        store_chain(store, popular[found:], parent=popular[found - 1] if found else None)
+        store_chain(store, make_keys(6, f"once {turn}"))
+        hits += found if turn >= 200 else 0
+    driver_of(store.backend, MemoryDriver).check()
+    assert hits == 0 if policy == "lru" else hits > 200
+
+
+def test_an_unknown_eviction_policy_is_rejected() -> None:
+    with pytest.raises(InvalidInput, match="eviction_policy"):
+        memory.open_memory(FrameCodec(NAMESPACE, PAYLOAD_BYTES), 1 << 20, "mru")
 
 
 @pytest.mark.parametrize("capacity", [0, -1, True, 1.5])

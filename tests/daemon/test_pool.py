@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from hicache.backends.adaptive import AdaptivePages
 from hicache.backends.base import Usage
 from hicache.daemon.hot import EPOCH_BATCHES
 from hicache.daemon.pool import DaemonPool, PooledPage, PoolSpace
@@ -21,9 +22,9 @@ PAYLOAD = 2 * UNIT - HEADER_BYTES
 ONE, OTHER = bytes(31) + b"\1", bytes(31) + b"\2"
 
 
-def pool_of(pages: int) -> DaemonPool:
+def pool_of(pages: int, *, is_adaptive: bool = False) -> DaemonPool:
     """Return a pool for `pages` pages of two units each."""
-    return DaemonPool(pages * 2 * UNIT, unit_bytes=UNIT)
+    return DaemonPool(pages * 2 * UNIT, unit_bytes=UNIT, is_adaptive=is_adaptive)
 
 
 def fill(page: PooledPage, parent: bytes | None = None) -> None:
@@ -68,10 +69,11 @@ def test_the_memory_of_the_pool_is_allocated_and_touched_at_once() -> None:
     assert pool.statistics().capacity_bytes == 64 << 20
 
 
+@pytest.mark.parametrize("is_adaptive", [False, True])
 @pytest.mark.parametrize("seed", seeds(4))
-def test_namespaces_with_pages_of_different_sizes_share_one_limit(seed: int) -> None:
+def test_namespaces_with_pages_of_different_sizes_share_one_limit(seed: int, is_adaptive: bool) -> None:
     dice = rng(seed)
-    pool = DaemonPool(64 * UNIT, unit_bytes=UNIT)
+    pool = DaemonPool(64 * UNIT, unit_bytes=UNIT, is_adaptive=is_adaptive)
     sizes = [1, UNIT - HEADER_BYTES, UNIT, 5 * UNIT, 17 * UNIT + 3]
     spaces = [pool.open(bytes(31) + bytes([number]), size) for number, size in enumerate(sizes)]
     keys = make_keys(40)
@@ -79,8 +81,9 @@ def test_namespaces_with_pages_of_different_sizes_share_one_limit(seed: int) -> 
     for _ in range(600):
         space, first = dice.choice(spaces), dice.randrange(len(keys))
         some = keys[first : first + dice.randrange(1, 5)]
-        action = dice.randrange(8)
+        action = dice.randrange(9)
         if action < 4:
+            pool.count(space, some)
             put(pool, space, some, keys[first - 1] if first else None)
         elif action == 4:
             held += [(space, page) for page in pool.hold(space, some) if page is not None]
@@ -90,7 +93,9 @@ def test_namespaces_with_pages_of_different_sizes_share_one_limit(seed: int) -> 
             pool.release(owner, [page])
         elif action == 6:
             dice.choice([pool.pin, pool.unpin])(space, some)
-        else:
+        elif action == 8:
+            dice.choice([pool.hit, pool.touch])(space, some)
+        elif action == 7:
             with pool.deleting(space, some):
                 pass
             assert not present(pool, space, some)
@@ -138,6 +143,77 @@ def test_a_used_page_is_evicted_after_pages_that_were_not_used_since(verb: str) 
     getattr(pool, verb)(space, keys[:1])
     put(pool, space, make_keys(1, "new"))
     assert present(pool, space, keys) == keys[:1]
+
+
+def popular_hits(pool: DaemonPool, spaces: Sequence[PoolSpace], turns: int) -> int:
+    """Return the hits of the last 100 turns. In each turn, one of ten chains is used by the first namespace, and six
+    pages are used once by the last one."""
+    chains, hits = [make_keys(3, f"popular {number}") for number in range(10)], 0
+    for turn in range(turns):
+        popular, once = chains[turn % 10], make_keys(6, f"once {turn}")
+        found = present(pool, spaces[0], popular)
+        pool.hit(spaces[0], found)
+        new, parent = popular[len(found):], found[-1] if found else None
+        for space, keys, above in ((spaces[0], new, parent), (spaces[-1], once, None)):
+            pool.count(space, keys)
+            put(pool, space, keys, above)
+        hits += len(found) if turn >= turns - 100 else 0
+    return hits
+
+
+@pytest.mark.parametrize("namespaces", [1, 2])
+@pytest.mark.parametrize("is_adaptive", [False, True])
+def test_adaptive_eviction_keeps_popular_chains_that_lru_loses(is_adaptive: bool, namespaces: int) -> None:
+    """The control is LRU: between two uses of a popular chain more pages enter than have room."""
+    pool = pool_of(60, is_adaptive=is_adaptive)
+    hits = popular_hits(pool, [pool.open(name, PAYLOAD) for name in (ONE, OTHER)[:namespaces]], 300)
+    assert hits > 200 if is_adaptive else hits == 0
+
+
+def test_the_same_key_is_another_page_in_another_namespace_for_adaptive_eviction() -> None:
+    adaptive, (key, *_) = AdaptivePages(10), make_keys(1)
+    one, other = adaptive.of(ONE), adaptive.of(OTHER)
+    for number in range(200):  # pages that return after more than ten others: LRU is not the best
+        one.use([key])
+        one.use(make_keys(12, f"once {number}"))
+    assert one.keeps(key, lambda page: None)
+    assert not other.keeps(key, lambda page: None)
+
+
+def test_the_shadows_have_as_many_pages_as_the_pool_also_if_other_sizes_come() -> None:
+    pool = pool_of(32, is_adaptive=True)
+    small, large = pool.open(ONE, PAYLOAD), pool.open(OTHER, 4 * PAYLOAD)
+    shadows = []
+    for space in (small, large, small):
+        for number in range(3):
+            put(pool, space, make_keys(40, f"{space.label} {number}"))
+        assert space.order.adaptive is not None
+        shadows.append(space.order.adaptive.pages)
+    assert shadows[0] == 32 and shadows[1] < 16 and shadows[2] > 24
+
+
+def test_a_batch_can_evict_all_pages_of_other_namespaces_although_all_are_kept() -> None:
+    class KeepsAll(AdaptivePages):
+        def keeps(self, key: bytes, parent_of: Callable[[bytes], bytes | None]) -> bool:
+            return True
+
+    pool = pool_of(8, is_adaptive=True)
+    for number in range(2):
+        space = pool.open(bytes([number + 1]) * 32, PAYLOAD)
+        put(pool, space, make_keys(4))
+        space.order.adaptive = KeepsAll(8)
+    assert put(pool, pool.open(bytes(32), PAYLOAD), make_keys(8, "new")) == 8
+
+
+def test_adaptive_eviction_leaves_held_and_pinned_pages() -> None:
+    pool = pool_of(60, is_adaptive=True)
+    space, pinned, held = pool.open(ONE, PAYLOAD), make_keys(3, "pinned"), make_keys(3, "held")
+    put(pool, space, [*pinned, *held])
+    pool.pin(space, pinned)
+    holds = [page for page in pool.hold(space, held) if page is not None]
+    popular_hits(pool, [space], 200)
+    assert present(pool, space, [*pinned, *held]) == [*pinned, *held]
+    pool.release(space, holds)
 
 
 def test_a_batch_does_not_evict_itself() -> None:

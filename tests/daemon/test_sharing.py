@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
+from hicache.backends.adaptive import AdaptivePages
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.calls import Call
 from hicache.backends.pages import PageReads
@@ -481,6 +482,37 @@ def test_without_a_store_a_damaged_page_is_an_error() -> None:
 
 
 # Removals
+
+
+
+class Uses(AdaptivePages):
+    """Records the uses that it is told of."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.seen: list[list[bytes]] = []
+
+    def use(self, keys: Sequence[bytes]) -> None:
+        self.seen.append(list(keys))
+
+
+@pytest.mark.parametrize("pool_pages", [0, 2, 64])
+def test_each_request_counts_its_pages_once_head_first_for_adaptive_eviction(pool_pages: int) -> None:
+    inner = Gated()
+    pool = DaemonPool(pool_pages * -(-(HEADER_BYTES + CODEC.payload_bytes) // UNIT) * UNIT, unit_bytes=UNIT,
+                      is_adaptive=True)
+    store = SharedStore(CODEC, pool, inner.store, label="test")
+    OPENED.append(store)
+    store._space.order.adaptive = uses = Uses()
+    keys = make_keys(6)
+    store_chain(doorless(store), keys[:4])
+    with pool.deleting(store._space, keys[:1]):
+        pass
+    assert load(doorless(store), keys) == [HIT] * 4 + [MISS] * 2
+    pooled = [key for key, there in zip(keys, pool.has(store._space, keys), strict=True) if there]
+    store.batch_touch(keys, deadline=soon())
+    store.warm(keys, soon())
+    assert uses.seen == [keys[:4], keys[:4], pooled], "written, read, touched"
 
 
 @pytest.mark.parametrize("verb", ["delete", "clear"])

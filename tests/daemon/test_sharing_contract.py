@@ -54,7 +54,7 @@ class TestOverMemory(SoleDriverContract):
 
     @pytest.fixture
     def open_store(self) -> OpenStore:
-        pool = DaemonPool(SMALL, unit_bytes=4096)
+        pool = DaemonPool(SMALL, unit_bytes=4096, is_adaptive=True)
         return lambda codec: shared(codec, pool, memory(codec))
 
     def test_a_random_walk_matches_the_memory_driver(self, open_store: OpenStore) -> None:
