@@ -8,13 +8,14 @@ A shadow has the capacity of the real cache and sees the same uses, but stores k
     ARC       adapts between recency and frequency (Megiddo, Modha: ARC: a self-tuning, low overhead replacement cache,
               FAST 2003)
 
-The real cache evicts in the order of LRU, but passes over pages that the best shadow holds. No fixed policy is best: on
-public traces S3-FIFO has between 0.87 and 1.45 times the hits of LRU, depending on the size of the cache.
+The real cache evicts in the order of LRU; if another shadow is the best, it passes over the pages that this one holds.
+No fixed policy is best: on public traces S3-FIFO has between 0.87 and 1.45 times the hits of LRU, depending on the size
+of the cache.
 
 **When the best one changes.** Hits come in bursts, so the one with the most hits is often only lucky, and each change
 costs hits, because the real cache does not hold what the new best one holds. So the lead of a shadow is compared with
-its standard error: another shadow becomes the best if it leads by `_LEAVE` standard errors, and LRU, whose pages the
-real cache evicts last of all, if it leads by `_RETURN`. Older requests count less, by `_DECAY` per request. With a
+its standard error: another shadow becomes the best if it leads by `_LEAVE` standard errors, and LRU, the order of the
+real cache, if it leads by `_RETURN`. Older requests count less, by `_DECAY` per request. With a
 fixed margin of 3 to 10 % instead, hits were 0.92 to 0.98 of those of LRU on one of five traces; with standard errors,
 at least 0.996.
 
@@ -232,8 +233,13 @@ class Tournament:
         """The shadow whose pages the real cache keeps."""
         return self._shadows[self._best]
 
+    @property
+    def is_lru(self) -> bool:
+        """True if the best one is LRU, the order of the real cache, which then has to pass over nothing."""
+        return self._best == 0
+
     def use(self, keys: Sequence[Hashable]) -> None:
-        """Record that a request uses these pages, head first; call it once per request. Takes about a microsecond per
+        """Record that a request uses these pages, head first; call it once per request. Takes 1 to 4 microseconds per
         key."""
         hits = [shadow.use(keys) for shadow in self._shadows]
         self._hits = [self._decay * total + found for total, found in zip(self._hits, hits, strict=True)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 
-from ..tournament import LruShadow, Tournament
+from ..tournament import Tournament
 
 # Keys in each shadow: about 20 MB for all shadows.
 SAMPLE_MAX = 1 << 15
@@ -41,8 +41,8 @@ class AdaptivePages:
 
     def keeps(self, key: bytes, parent_of: Callable[[bytes], bytes | None]) -> bool:
         """Return True if the store should evict another page first. `parent_of` returns the key of the page before a
-        page, or None. While LRU is the best, that is the order of the store anyway, and nothing is kept."""
-        if isinstance(self._tournament.best, LruShadow):
+        page, or None."""
+        if self._tournament.is_lru:
             return False
         page: bytes | None = key
         for _ in range(8 * (self._others + 1)):  # ends in a cycle, too, and rarely without a page of the sample

@@ -46,6 +46,8 @@ class AdaptiveEviction:
 
     def keeps(self, node: Node) -> bool:
         """Return True if `node` should stay in the tree."""
+        if self._tournament.is_lru:
+            return False
         block, _, is_inside = self._block_of(node)
         return (is_inside or node.hit_count > 1) and self._tournament.keeps(block)
 
