@@ -219,9 +219,8 @@ class Tournament:
     no shadow has more than `2 * capacity` keys in memory.
     """
 
-    def __init__(self, capacity: int, *, uses_per_request: int = 1) -> None:
+    def __init__(self, capacity: int) -> None:
         self._capacity = capacity = max(1, capacity)
-        self._decay = _DECAY ** (1 / uses_per_request)
         self._shadows: tuple[Shadow, ...] = (LruShadow(capacity), S3FifoShadow(capacity), ArcShadow(capacity))
         self._hits = [0.0] * len(self._shadows)
         # The variance of the difference of two sums of hits.
@@ -242,9 +241,9 @@ class Tournament:
         """Record that a request uses these pages, head first; call it once per request. Takes 1 to 4 microseconds per
         key."""
         hits = [shadow.use(keys) for shadow in self._shadows]
-        self._hits = [self._decay * total + found for total, found in zip(self._hits, hits, strict=True)]
+        self._hits = [_DECAY * total + found for total, found in zip(self._hits, hits, strict=True)]
         for (one, other), variance in self._variance.items():
-            self._variance[one, other] = self._decay**2 * variance + (hits[one] - hits[other]) ** 2
+            self._variance[one, other] = _DECAY**2 * variance + (hits[one] - hits[other]) ** 2
         best = self._best
         for number, total in enumerate(self._hits):
             lead = total - self._hits[self._best]

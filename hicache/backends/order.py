@@ -99,7 +99,7 @@ class EvictionOrder:
             if oldest is None or oldest[1] >= before:
                 break
             key = oldest[0]
-            if self.adaptive is None or passed == PASSED_MAX or not self.adaptive.keeps(key, self._parent_of):
+            if self.adaptive is None or passed == PASSED_MAX or not self.adaptive.keeps(key, self.parent_of):
                 return key
             self._pass_over(key)
         return next((key for key, used in self._passed.items() if used < before), None)
@@ -117,7 +117,8 @@ class EvictionOrder:
             link.used = next(self._clock)
             self._links.move_to_end(key)
 
-    def _parent_of(self, key: bytes) -> bytes | None:
+    def parent_of(self, key: bytes) -> bytes | None:
+        """Return the page before a page; None without one, and for an unknown page."""
         link = self._links.get(key)
         return None if link is None else link.parent
 

@@ -44,6 +44,12 @@ class FileStorageOptions(Section):
         description="Limit of the store's size; beyond it the least recently used pages are removed. `null`: only "
         "`free_space_floor` limits it.",
     )
+    eviction_policy: Literal["lru", "adaptive"] = Field(
+        default="lru",
+        description="The pages that are removed first. `lru`: the least recently used. `adaptive`: as `lru`, but keeps "
+        "pages that the best of LRU, S3-FIFO and ARC would keep; takes at most 20 MB. Needs a `capacity`. Each process "
+        "knows only its own uses.",
+    )
     max_age: PositiveDuration | None = Field(
         default=None, ge=60,
         description="Pages are removed this long after they were stored, also if they are used (docs/storage.md). Not "

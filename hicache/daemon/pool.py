@@ -328,20 +328,20 @@ class DaemonPool:
     def hit(self, space: PoolSpace, keys: Sequence[bytes]) -> None:
         """As `use`, for pages that a request has read, head first; also counts them for adaptive eviction and, if they
         are in the pool, for `hot`."""
-        self.count(space, keys)
         with self._lock:
+            if space.order.adaptive is not None and keys:
+                space.order.adaptive.use(keys, space.order.parent_of(keys[0]))
             space.order.use(keys)
             pages = [page for key in keys if (page := space.pages.get(key))]
             if pages:
                 self._hot.note(space.label, [page.key for page in pages], [page.hits for page in pages])
 
-    def count(self, space: PoolSpace, keys: Sequence[bytes]) -> None:
-        """Count a use of pages by a request, head first, for adaptive eviction. Pages that a request hands over are
-        counted before they enter, so that the shadows make room before the pool does."""
-        if self._is_adaptive:
-            with self._lock:
-                if space.order.adaptive is not None:
-                    space.order.adaptive.use(keys)
+    def count(self, space: PoolSpace, keys: Sequence[bytes], parent: bytes | None = None) -> None:
+        """Count a use of pages by a request, head first, after `parent`, for adaptive eviction. Pages that a request
+        hands over are counted before they enter, so that the shadows make room before the pool does."""
+        with self._lock:
+            if space.order.adaptive is not None:
+                space.order.adaptive.use(keys, parent)
 
     def touch(self, space: PoolSpace, keys: Sequence[bytes]) -> list[bool]:
         """As `use`, for pages that a request touches; also counts them for adaptive eviction. Return as `has`."""

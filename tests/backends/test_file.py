@@ -190,11 +190,20 @@ def test_threads_never_exceed_the_capacity(tmp_path: Path, form: str) -> None:
     check(store, root)
 
 
-@pytest.mark.parametrize("form", ["plain", "zstd"])
+@pytest.mark.parametrize(("form", "kept"), [("plain", 0.0), ("zstd", 0.0), ("plain", 0.8)])
 @pytest.mark.parametrize("seed", seeds(2))
-def test_after_every_step_of_random_use_the_index_matches_the_disk(tmp_path: Path, form: str, seed: int) -> None:
+def test_after_every_step_of_random_use_the_index_matches_the_disk(
+    tmp_path: Path, form: str, kept: float, seed: int
+) -> None:
+    """`kept` is the share of victims that an adaptive policy would keep."""
     dice, root, codec = rng(seed), tmp_path / "s", FORMS[form]
-    store = open_file(root, codec, capacity=10 * PAGE)
+
+    def opened() -> Subject:
+        store = open_file(root, codec, capacity=10 * PAGE)
+        file_driver(store)._capacity.keeps = lambda name, parent_of: dice.random() < kept
+        return store
+
+    store = opened()
     chains = [make_keys(6, f"chain {number}") for number in range(5)]
     for step in range(250):
         chain, first = dice.choice(chains), dice.randrange(6)
@@ -208,7 +217,7 @@ def test_after_every_step_of_random_use_the_index_matches_the_disk(tmp_path: Pat
             store.backend.delete([chain[first]], deadline=soon())
         elif step % 5 == 0:
             store.backend.close()
-            store = open_file(root, codec, capacity=10 * PAGE)
+            store = opened()
         check(store, root)
         assert store.backend.usage().bytes <= 10 * PAGE
 

@@ -492,7 +492,7 @@ class Uses(AdaptivePages):
         super().__init__(1)
         self.seen: list[list[bytes]] = []
 
-    def use(self, keys: Sequence[bytes]) -> None:
+    def use(self, keys: Sequence[bytes], parent: bytes | None = None) -> None:
         self.seen.append(list(keys))
 
 

@@ -6,8 +6,9 @@ accesses files; uses are recorded in memory and written to the index about once 
 of the last second. docs/formats/file_store.md specifies the format.
 
 Locking design: the threads of a SupervisedPool and the caller read and write pages, each page by one of them (see
-`PageReads`). `_state` guards `_uses` and `_errors` and is held for a few instructions; `_flush_after` and `rejection`
-are hints, written by any thread. Transactions start without `_state`; for `_capacity` see `CapacityManager`.
+`PageReads`). `_state` guards `_uses`, `_errors` and `_adaptive` and is held for some microseconds per page;
+`_flush_after` and `rejection` are hints, written by any thread. Transactions start without `_state`; for `_capacity`
+see `CapacityManager`.
 """
 
 from __future__ import annotations
@@ -25,11 +26,13 @@ from ...arguments import instance
 from ...clock import SYSTEM_CLOCK, Clock
 from ...config.storage import FileStorageOptions
 from ...errors import InvalidInput
-from ...frame import FrameCodec, first_bytes
+from ...frame import FrameCodec, first_bytes, header_of
+from ...frame.header import PARENT
 from ...keys import PAGE_KEY_BYTES
 from ...logs import LimitedLog
 from ...supervised import SupervisedPool
 from ...units import format_size
+from ..adaptive import AdaptivePages
 from ..base import EvictionListener, PageId, StoredPage, Usage
 from ..driver import Answer, Incidents
 from ..errors import ErrorKind, StoreError
@@ -104,6 +107,10 @@ class FileDriver:
         self._capacity = CapacityManager(self._store, options.capacity, options.free_space_floor, clock)
         self._listeners: dict[bytes, EvictionListener] = {}
         self._capacity.on_evicted = self._evicted
+        self._adaptive: AdaptivePages | None = None
+        if options.eviction_policy == "adaptive" and codec is not None and options.capacity is not None:
+            self._adaptive = AdaptivePages(options.capacity // codec.frame_bytes)
+            self._capacity.keeps = self._keeps
         if codec is not None:
             self._warn_of_sharing()
             self._fit(codec.frame_bytes)
@@ -169,15 +176,17 @@ class FileDriver:
 
     def read(self, pages: PageReads[Identity]) -> None:
         """See Driver. About once a second, takes the store's lock, if it is free within a moment, to write uses."""
-        used: list[bytes] = []
+        used: list[int] = []
         folder = pages.codec.namespace.hex()
 
         def read_one(position: int) -> None:
             if not pages.is_late and self._read(folder, pages, position):
-                used.append(pages.keys[position])
+                used.append(position)
 
         self._pool.run(len(pages), read_one)
-        self._note_uses(pages.codec.namespace, used)
+        used.sort()
+        parent = bytes(header_of(pages.pages[used[0]])[PARENT]) if used else None  # joins the batches of a request
+        self._note_request(pages.codec.namespace, [pages.keys[position] for position in used], parent)
 
     def _read(self, folder: str, pages: PageReads[Identity], position: int) -> bool:
         """Read and settle one page; return True for a hit."""
@@ -205,7 +214,7 @@ class FileDriver:
     def touch(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[Answer]:
         """See Touches. One stat per key; the uses wait in memory like those of reads."""
         found = list(self.find(namespace, keys, deadline))
-        self._note_uses(namespace, [key for key, answer in zip(keys, found, strict=True) if answer is not False])
+        self._note_request(namespace, [key for key, answer in zip(keys, found, strict=True) if answer is not False])
         return found
 
     def watch_evictions(self, namespace: bytes, listener: EvictionListener) -> None:
@@ -215,6 +224,20 @@ class FileDriver:
     def _evicted(self, namespace: bytes, key: bytes) -> None:
         if namespace in self._listeners:
             self._listeners[namespace]([key])
+
+    def _note_request(self, namespace: bytes, keys: Sequence[bytes], parent: bytes | None = None) -> None:
+        self._compete(namespace, keys, parent)
+        self._note_uses(namespace, keys)
+
+    def _compete(self, namespace: bytes, keys: Sequence[bytes], parent: bytes | None = None) -> None:
+        """Record for `_keeps` that a request uses pages, head first, after `parent`."""
+        if self._adaptive is not None:
+            with self._state:
+                self._adaptive.use([namespace + key for key in keys], parent and namespace + parent)
+
+    def _keeps(self, name: bytes, parent_of: Callable[[bytes], bytes | None]) -> bool:
+        with self._state:
+            return self._adaptive is not None and self._adaptive.keeps(name, parent_of)
 
     def _note_uses(self, namespace: bytes, keys: Sequence[bytes]) -> None:
         if not keys:
@@ -252,6 +275,7 @@ class FileDriver:
 
     def write(self, pages: PageWrites) -> None:
         """See Driver. Two transactions per batch; pages become visible at its end, head first."""
+        self._compete(pages.codec.namespace, pages.keys, *pages.parents[:1])
         writes = FileWrites(self._store, self._files, self._capacity, self._pool, pages)
         used_us = None if pages.used_s is None else min(int(pages.used_s * 1e6), now_us(self._clock))
         writes.run(self._write_uses, used_us)

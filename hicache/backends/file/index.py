@@ -359,6 +359,13 @@ class Index:
         )
         return PageRow(*found[0]) if found else None
 
+    def parent_of(self, name: bytes) -> bytes | None:
+        """Return namespace and key of the page before a stored page, or None."""
+        space, key = name[:-PAGE_KEY_BYTES], name[-PAGE_KEY_BYTES:]
+        query = "SELECT parent FROM pages WHERE namespace = ? AND key = ? AND writer = '' AND parent IS NOT NULL"
+        found = self._read((_is_key,), query, (self._namespace(space), key))
+        return space + found[0][0] if found else None
+
     def writers(self) -> list[str]:
         """Return all writers with reservations."""
         return [row[0] for row in self._read((_is_writer,), "SELECT DISTINCT writer FROM pages WHERE writer != ''")]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import logging
 import math
 import sqlite3
@@ -20,9 +21,10 @@ from ...clock import SYSTEM_CLOCK, Clock
 from ...frame import stored_time
 from ...logs import LimitedLog
 from ...supervised import SupervisedPool
+from ...tournament import PASSED_MAX
 from ...units import format_size
 from ..pages import SETTLE_S, PageWrites
-from .index import Index, IndexDamaged, Totals
+from .index import Index, IndexDamaged, PageRow, Totals
 from .pages import FULL_ERRNOS, TMP_DIR, PageFiles, error_name, page_name, remove_page
 from .reconcile import reap
 from .store import FileStore, now_us
@@ -72,8 +74,9 @@ class CapacityManager:
     """Keeps a store below its capacity and above its free-space floor; None and 0 mean no limit.
 
     It counts bytes of stored pages plus bytes reserved for pages being written, over all namespaces and processes. It
-    makes room by repeatedly removing the least recently used page without children (tails before heads). A page's file
-    is removed before the removal of its row is committed, so the index never counts too few bytes.
+    makes room by repeatedly removing the least recently used page without children (tails before heads), but passes
+    over pages that `keeps` names. A page's file is removed before the removal of its row is committed, so the index
+    never counts too few bytes.
 
     A file system can be full, or its quota used up, at any size of the store. After such a failure, pages are evicted
     as if the store's present size, less room for the index to grow, was its capacity, for _FULL_S or until the file
@@ -88,6 +91,8 @@ class CapacityManager:
         self.capacity_bytes = capacity_bytes
         self.evicted_pages = 0
         self.on_evicted: Callable[[bytes, bytes], object] = lambda namespace, key: None
+        # See AdaptivePages; the key of a page is namespace and key.
+        self.keeps: Callable[[bytes, Callable[[bytes], bytes | None]], bool] = lambda name, parent_of: False
         self._floor_bytes = free_space_floor_bytes
         self._store = store
         self._full: _Full | None = None
@@ -172,7 +177,7 @@ class CapacityManager:
     def _evict(self, index: Index, need: int, errors: list[str]) -> None:
         failures = 0
         while need > 0 and failures < _FAILURES_MAX:
-            page = index.oldest_leaf()
+            page = self._victim(index)
             if page is None:
                 return
             try:
@@ -189,6 +194,18 @@ class CapacityManager:
             self.evicted_pages += 1
             self.on_evicted(page.namespace, page.key)
             need -= page.size
+
+    def _victim(self, index: Index) -> PageRow | None:
+        """Return the next page to remove. Pages that are passed over count as used now; on a full file system, whose
+        journal cannot grow, no page is."""
+        for passed in itertools.count():
+            page = index.oldest_leaf()
+            if page is None or self._full is not None or passed == PASSED_MAX:
+                break
+            if not self.keeps(page.namespace + page.key, index.parent_of):
+                break
+            index.touch(page.namespace, {page.key: now_us(self.clock)})
+        return page
 
 
 class FileWrites:

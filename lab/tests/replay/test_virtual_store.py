@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
+from hicache import tournament
 from hicache.backends.file import FileDriver, driver
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.store import UNGUARDED, Store
@@ -23,14 +26,20 @@ INSTANT = StorageSpeed(read_bytes_per_s=1e18, write_bytes_per_s=1e18)
 CODEC = FrameCodec(NAMESPACE, PAYLOAD_BYTES)
 
 
-def pair(kind: str, directory: Path, clock: VirtualClock) -> tuple[Store, Store]:
+def pair(kind: str, directory: Path, clock: VirtualClock, policy: Literal["lru", "adaptive"]) -> tuple[Store, Store]:
     """Return a real store and one over a table, both of `PAGES_MAX` pages."""
     capacity = PAGES_MAX * CODEC.frame_bytes
     real: FileDriver | MemoryDriver
     table: Table
     if kind == "file":
-        options = FileStorageOptions(path=directory / "pages", capacity=capacity, free_space_floor=0)
-        real, table = FileDriver(CODEC, options, clock=clock), FileTable(clock, INSTANT, CODEC.frame_bytes, capacity)
+        options = FileStorageOptions(
+            path=directory / "pages", capacity=capacity, free_space_floor=0, eviction_policy=policy
+        )
+        real = FileDriver(CODEC, options, clock=clock)
+        table = FileTable(clock, INSTANT, CODEC.frame_bytes, capacity, adaptive=policy == "adaptive")
+        for adaptive in (real._adaptive, table._adaptive):
+            if adaptive is not None:
+                adaptive._tournament._best = 1
     else:
         real = MemoryDriver(capacity)
         table = Table(clock, INSTANT, CODEC.frame_bytes, capacity, sweeps=False)
@@ -41,15 +50,17 @@ def pair(kind: str, directory: Path, clock: VirtualClock) -> tuple[Store, Store]
     )
 
 
-@pytest.mark.parametrize("kind", ["memory", "file"])
+@pytest.mark.parametrize(("kind", "policy"), [("memory", "lru"), ("file", "lru"), ("file", "adaptive")])
 @pytest.mark.parametrize("seed", seeds(3))
 def test_a_table_evicts_the_pages_that_the_real_store_evicts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, seed: int
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, policy: Literal["lru", "adaptive"], seed: int
 ) -> None:
     # Otherwise the file store counts uses up to a second later.
     monkeypatch.setattr(driver, "USES_FLUSH_S", 0.0)
+    # An adaptive store does not return to LRU.
+    monkeypatch.setattr(tournament, "_RETURN", math.inf)
     numbers, clock = rng(seed), VirtualClock()
-    stores = pair(kind, tmp_path, clock)
+    stores = pair(kind, tmp_path, clock, policy)
     # Half of the chains share their first pages with the one before.
     chains = [make_keys(LENGTH, f"chain {number}") for number in range(CHAINS)]
     for number in range(1, CHAINS, 2):

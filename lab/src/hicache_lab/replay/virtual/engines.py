@@ -111,10 +111,15 @@ def _table(job: ReplayJob, clock: VirtualClock) -> Table | None:
         )
     geometry = namespace_of(job.preset, job.config.page_size).shape
     codec = UnverifiedCodec(bytes(32), geometry.payload_bytes)
+    # A section or, for the type `memory`, a dictionary; the others have no policy.
+    options = storage.model_dump(include={"options": {"eviction_policy"}})["options"]
+    is_adaptive = options.get("eviction_policy") == "adaptive"
     if storage.type == "file" and part.capacity_bytes is not None:
-        return FileTable(clock, job.speeds.storage, codec.frame_bytes, part.capacity_bytes)
-    sweeps = storage.type in _SWEEPING
-    return Table(clock, job.speeds.storage, codec.frame_bytes, part.capacity_bytes, sweeps=sweeps)
+        return FileTable(clock, job.speeds.storage, codec.frame_bytes, part.capacity_bytes, adaptive=is_adaptive)
+    return Table(
+        clock, job.speeds.storage, codec.frame_bytes, part.capacity_bytes, sweeps=storage.type in _SWEEPING,
+        adaptive=is_adaptive,
+    )
 
 
 def _cache(job: ReplayJob, clock: VirtualClock, table: Table | None) -> HiRadixCache:

@@ -10,12 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
+from hicache.backends.adaptive import AdaptivePages
 from hicache.backends.base import EvictionListener, StoredPage, Usage
 from hicache.backends.driver import Incidents
 from hicache.backends.limit import HIGH_WATER, LOW_WATER
 from hicache.backends.order import EvictionOrder
 from hicache.backends.pages import PageReads, PageWrites
 from hicache.frame import Damage, FrameCodec, PageBuffer, TagStream
+from hicache.tournament import PASSED_MAX
 
 from ...speeds import StorageSpeed
 from .clock import VirtualClock
@@ -51,13 +53,15 @@ class Table:
 
     Pages over `capacity_bytes` leave in the order of `EvictionOrder`, as in `memory` and the daemon. A store that
     `sweeps`, as S3, Redis and `shared_files` under a limit, evicts from `HIGH_WATER` down to `LOW_WATER`. The time and
-    the interval of the sweep itself are left out.
+    the interval of the sweep itself are left out. With `adaptive`, all engines share one tournament, as in the pool of
+    a daemon; engines on files have one each.
 
     Invariant: a store with a capacity has a place in its order for each of its pages.
     """
 
     def __init__(
-        self, clock: VirtualClock, speed: StorageSpeed, page_bytes: int, capacity_bytes: int | None, *, sweeps: bool
+        self, clock: VirtualClock, speed: StorageSpeed, page_bytes: int, capacity_bytes: int | None, *, sweeps: bool,
+        adaptive: bool = False,
     ) -> None:
         self.clock = clock
         self.speed = speed
@@ -67,7 +71,8 @@ class Table:
         self._page_bytes = page_bytes
         self._pages_max = None if capacity_bytes is None else capacity_bytes // page_bytes
         self._sweeps = sweeps
-        self._order = EvictionOrder()
+        self._adaptive = AdaptivePages(self._pages_max) if adaptive and self._pages_max is not None else None
+        self._order = EvictionOrder(adaptive=self._adaptive)
 
     def move(self, pages: int, *, writes: bool) -> None:
         """Wait for one round of at most `speed.parallel` operations: their fixed times overlap."""
@@ -79,6 +84,8 @@ class Table:
 
     def begin_write(self, keys: Sequence[bytes], parents: Sequence[bytes | None]) -> Batch:
         """Protect a batch and its ancestors from evictions for it."""
+        if self._adaptive is not None:
+            self._adaptive.use(keys, *parents[:1])
         new = {key: parent for key, parent in zip(keys, parents, strict=True) if key not in self.keys}
         return Batch(0 if self._pages_max is None else self._protect(keys, parents[0]), new)
 
@@ -112,6 +119,16 @@ class Table:
         if self._pages_max is not None:
             self._order.add(key, parent)
 
+    def hit(self, keys: Sequence[bytes], parent: bytes | None = None) -> None:
+        """Count stored pages, head first, as used by a request, after `parent` if that is known."""
+        if self._adaptive is not None:
+            self._adaptive.use(keys, parent)
+        self.use(keys)
+
+    def parent_of(self, key: bytes) -> bytes | None:
+        """Return the page before a page, if a read of the store finds it."""
+        return None
+
     def use(self, keys: Sequence[bytes]) -> None:
         """Count pages, head first, as used now."""
         if self._pages_max is not None:
@@ -127,8 +144,7 @@ class Table:
         return Usage(len(self.keys), len(self.keys) * self._page_bytes, self._capacity_bytes)
 
     def _victim(self, since: float = math.inf) -> bytes | None:
-        oldest = self._order.oldest()
-        return None if oldest is None or oldest[1] > since else oldest[0]
+        return self._order.victim(since)
 
 
 @dataclass(slots=True)
@@ -148,8 +164,11 @@ class FileTable(Table):
     written. `_leaves` has an entry with its present last use for each page without any.
     """
 
-    def __init__(self, clock: VirtualClock, speed: StorageSpeed, page_bytes: int, capacity_bytes: int | None) -> None:
-        super().__init__(clock, speed, page_bytes, capacity_bytes, sweeps=False)
+    def __init__(
+        self, clock: VirtualClock, speed: StorageSpeed, page_bytes: int, capacity_bytes: int | None, *,
+        adaptive: bool = False,
+    ) -> None:
+        super().__init__(clock, speed, page_bytes, capacity_bytes, sweeps=False, adaptive=adaptive)
         self._rows: dict[bytes, _Row] = {}
         self._children: Counter[bytes] = Counter()
         self._leaves: list[tuple[float, int, bytes]] = []
@@ -197,6 +216,16 @@ class FileTable(Table):
             self._lose_child(row.parent)
 
     def _victim(self, since: float = math.inf) -> bytes | None:
+        for passed in itertools.count():
+            key = self._oldest_leaf()
+            if key is None or self._adaptive is None or passed == PASSED_MAX:
+                break
+            if not self._adaptive.keeps(key, self.parent_of):
+                break
+            self.use([key])
+        return key
+
+    def _oldest_leaf(self) -> bytes | None:
         while self._leaves:
             last_use_s, number, key = self._leaves[0]
             row = self._rows.get(key)
@@ -204,6 +233,11 @@ class FileTable(Table):
                 return key
             heapq.heappop(self._leaves)
         return None
+
+    def parent_of(self, key: bytes) -> bytes | None:
+        """See Table: it is in the header of the page."""
+        row = self._rows.get(key)
+        return None if row is None else row.parent
 
     def _lose_child(self, key: bytes) -> None:
         self._children[key] -= 1
@@ -241,7 +275,7 @@ class TableDriver:
                     hits.append(key)
                 else:
                     pages.miss(position)
-        table.use(hits)
+        table.hit(hits, table.parent_of(hits[0]) if hits else None)
 
     def write(self, pages: PageWrites) -> None:
         """See Driver. Rejects the tail of a batch that does not fit; its head stays."""
@@ -275,7 +309,7 @@ class TableDriver:
     def touch(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """See Touches."""
         self.table.clock.sleep(self.table.speed.fixed_s)
-        self.table.use(keys)
+        self.table.hit([key for key in keys if key in self.table.keys])
         return [key in self.table.keys for key in keys]
 
     def remove(
