@@ -69,8 +69,10 @@ class LruShadow:
         held = self._held
         hits = _leading(keys, held.__contains__)
         for key in reversed(keys):
-            held[key] = None
-            held.move_to_end(key)
+            if key in held:
+                held.move_to_end(key)
+            else:
+                held[key] = None
         while len(held) > self._capacity:
             held.popitem(last=False)
         return hits
@@ -83,56 +85,54 @@ class LruShadow:
 
 
 class S3FifoShadow:
-    """S3-FIFO. `_uses` has the held keys with their uses since they entered a queue; `_ghost` remembers the keys that
-    left the small queue."""
+    """S3-FIFO. `_small` and `_main` have the held keys with their uses since they entered; `_ghost` remembers the keys
+    that left the small queue."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._small_max = max(1, int(capacity * _SMALL_SHARE))
-        self._uses: dict[Hashable, int] = {}
-        self._small: _Queue = OrderedDict()
-        self._main: _Queue = OrderedDict()
+        self._small: OrderedDict[Hashable, int] = OrderedDict()
+        self._main: OrderedDict[Hashable, int] = OrderedDict()
         self._ghost: _Queue = OrderedDict()
 
     def use(self, keys: Sequence[Hashable]) -> int:
         """See Shadow."""
-        uses, ghost = self._uses, self._ghost
-        hits = _leading(keys, uses.__contains__)
+        small, main, ghost = self._small, self._main, self._ghost
+        hits = _leading(keys, self.__contains__)
         for key in reversed(keys):
-            count = uses.get(key)
-            if count is None:
-                queue = self._small
-                if key in ghost:
-                    del ghost[key]
-                    queue = self._main
-                queue[key] = None
-                uses[key] = 0
-                if len(uses) > self._capacity:
-                    self._evict()
-            elif count < _USES_MAX:
-                uses[key] = count + 1
+            queue = main if key in main else small
+            if (count := queue.get(key)) is not None:
+                queue[key] = min(count + 1, _USES_MAX)
+                continue
+            if key in ghost:
+                del ghost[key]
+                queue = main
+            queue[key] = 0
+            if len(small) + len(main) > self._capacity:
+                self._evict()
         return hits
 
     def _evict(self) -> None:
-        uses, small, main = self._uses, self._small, self._main
-        while len(uses) > self._capacity:
-            from_small = len(small) > self._small_max or not main
-            key, _ = (small if from_small else main).popitem(last=False)
-            if count := uses[key]:
-                main[key] = None
-                uses[key] = 0 if from_small else count - 1
-                continue
-            del uses[key]
-            if from_small:
-                self._ghost[key] = None
-                if len(self._ghost) > self._capacity:
-                    self._ghost.popitem(last=False)
+        small, main, ghost = self._small, self._main, self._ghost
+        while len(small) + len(main) > self._capacity:
+            if len(small) > self._small_max or not main:
+                key, count = small.popitem(last=False)
+                if count:
+                    main[key] = 0
+                    continue
+                ghost[key] = None
+                if len(ghost) > self._capacity:
+                    ghost.popitem(last=False)
+            else:
+                key, count = main.popitem(last=False)
+                if count:
+                    main[key] = count - 1
 
     def __contains__(self, key: Hashable) -> bool:
-        return key in self._uses
+        return key in self._main or key in self._small
 
     def __len__(self) -> int:
-        return len(self._uses) + len(self._ghost)
+        return len(self._small) + len(self._main) + len(self._ghost)
 
 
 class ArcShadow:
@@ -209,7 +209,10 @@ class ArcShadow:
 
 
 def _leading(keys: Sequence[Hashable], is_held: Callable[[Hashable], bool]) -> int:
-    return sum(1 for _ in itertools.takewhile(is_held, keys))
+    for number, key in enumerate(keys):
+        if not is_held(key):
+            return number
+    return len(keys)
 
 
 class Tournament:

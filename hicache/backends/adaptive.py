@@ -47,13 +47,21 @@ class AdaptivePages:
         if not keys:
             return
         numbers = [] if parent is None else self._open.pop(self._number(parent), [])
-        numbers += [number for key in keys if not (number := self._number(key)) & self._others]
+        numbers += self._sample(keys)
         last = self._number(keys[-1])
         if last in self._open or len(self._open) >= OPEN_MAX:
             self._end(last if last in self._open else next(iter(self._open)))
         self._open[last] = numbers
         if len(numbers) >= _CHAIN_MAX:
             self._end(last)
+
+    def use_prompt(self, keys: Sequence[bytes]) -> None:
+        """As `use`, for all pages of a request at once."""
+        if numbers := self._sample(keys):
+            self._tournament.use(numbers)
+
+    def _sample(self, keys: Sequence[bytes]) -> list[int]:
+        return [number for key in keys if not (number := self._number(key)) & self._others]
 
     def _number(self, key: bytes) -> int:
         return hash(key) ^ self._salt

@@ -7,7 +7,7 @@ operator's tools and for limits of stores that do not enforce limits themselves.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..errors import InvariantError, PageUnreadable
@@ -21,6 +21,7 @@ class _Link:
     page: StoredPage
     parent: PageId | None
     listed_s: float | None
+    told_s: float | None = None  # `listed_s` at the last `uses`
 
 
 def read_header(stored: StoredPages, page: StoredPage) -> FrameHeader | None:
@@ -91,6 +92,30 @@ class Chains:
         """Return the pages whose headers were not read."""
         return [self._links[where].page for where in self._unread]
 
+    def parent(self, where: PageId) -> PageId | None:
+        """Return the page before a page; None at the start of a chain and for an unknown page."""
+        link = self._links.get(where)
+        return None if link is None else link.parent
+
+    def uses(self) -> Iterator[list[PageId]]:
+        """Yield the pages whose listed times have changed since the last call as prompts, head first, in the order of
+        their uses. A prompt ends with a page without such children; a page of several prompts is in the first one.
+        REQUIRES: no changes during the iteration."""
+        used = {where for where, link in self._links.items() if link.listed_s != link.told_s}
+        tails = used - {self._links[where].parent for where in used}
+        visited = set[PageId]()
+        for tail in sorted(tails, key=lambda where: (_used(self._links[where].page), where)):
+            prompt: list[PageId] = []
+            above: PageId | None = tail
+            while above is not None and above not in visited and (link := self._links.get(above)) is not None:
+                visited.add(above)
+                if above in used:
+                    link.told_s = link.listed_s
+                    prompt.append(above)
+                above = link.parent
+            if prompt:
+                yield prompt[::-1]
+
     def renew(self, page: StoredPage, listed_s: float | None = None) -> bool:
         """Update size and last use of a page from a listing that showed the time `listed_s` (the later use counts).
         Return False for an unknown page."""
@@ -133,8 +158,9 @@ class Chains:
         """Return the number of pages without children."""
         return sum(where not in self._children for where in self._links)
 
-    def tails_first(self) -> Iterator[StoredPage]:
-        """Yield all pages in the order of eviction: always the least recently used one without remaining children.
+    def tails_first(self, keeps: Callable[[PageId], bool] | None = None) -> Iterator[StoredPage]:
+        """Yield all pages in the order of eviction: always the least recently used one without remaining children, but
+        pages that `keeps` returns True for, and those before them in their chains, after all others.
 
         Changes nothing. REQUIRES: no changes during the iteration. Engines do not make cycles. A page in a cycle is
         evicted as if it had no parent; otherwise cycles would outlast the pages of engines.
@@ -142,8 +168,14 @@ class Chains:
         children, cycles = self._cut_cycles()
         order = [(_used(link.page), where) for where, link in self._links.items() if not children.get(where)]
         heapq.heapify(order)
-        while order:
-            _, where = heapq.heappop(order)
+        kept: list[tuple[float, PageId]] = []
+        while order or kept:
+            if not order:
+                order, kept, keeps = sorted(kept), [], None
+            used_s, where = heapq.heappop(order)
+            if keeps is not None and keeps(where):
+                kept.append((used_s, where))
+                continue
             link = self._links[where]
             yield link.page
             above = link.parent

@@ -22,7 +22,7 @@ Longer than 500 lines because writes, listings and sweeps keep one ledger, whose
 
 Locking design: `_state` guards the `_Ledger`, `_closed` and the data of verbs for the sweep (`_fresh`, `_uses`,
 `_is_full`); it is held for a few instructions, and taken before the lock of the task. `_rejection` is a hint, written
-by any thread. The sweep writes `_not_before`, `_chains` and `_backoff`; it is a BackgroundTask that the
+by any thread. The sweep writes `_not_before`, `_chains`, `_adaptive` and `_backoff`; it is a BackgroundTask that the
 `start` wakes and `close` ends. Verbs wait for it only until the end of the first listing, at most
 FIRST_LISTING_WAIT_S.
 """
@@ -34,7 +34,7 @@ import math
 import random
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import TypeAlias
@@ -44,7 +44,9 @@ from ..backoff import Backoff
 from ..clock import SYSTEM_CLOCK, Clock
 from ..errors import BackendError, InvalidInput
 from ..frame import FrameCodec, PageBuffer
+from ..keys import PAGE_KEY_BYTES
 from ..units import format_size
+from .adaptive import AdaptivePages
 from .base import EvictionListener, PageId, SetOutcome, StoredPage
 from .calls import parent_outside, parents_of
 from .chains import Chains, parent_in, read_header
@@ -171,9 +173,9 @@ class CapacityLimit:
     """A limit of `capacity_bytes` for the whole store in which pages of `codec` are.
 
     The sweeps work on `stored`, which belongs to the store. Until the next listing, the limit counts stored pages as
-    whole frames, and includes pages that may have been stored despite an ERROR. Raises InvalidInput for a capacity
-    below one page. Of its errors, `listing` counts failed listings and sweeps, `unlisted` pages that failed before the
-    first listing ended.
+    whole frames, and includes pages that may have been stored despite an ERROR. With `adaptive`, the pages that the
+    best of several policies would keep are removed last. Raises InvalidInput for a capacity below one page. Of its
+    errors, `listing` counts failed listings and sweeps, `unlisted` pages that failed before the first listing ended.
     """
 
     def __init__(
@@ -183,6 +185,7 @@ class CapacityLimit:
         *,
         capacity_bytes: int,
         list_interval_s: float = LIST_INTERVAL_S,
+        adaptive: bool = False,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         size = codec.frame_bytes
@@ -210,6 +213,7 @@ class CapacityLimit:
         self._errors: Counter[str] = Counter()
         self._evicted_pages = 0
         self._chains = Chains()
+        self._adaptive = AdaptivePages(capacity_bytes // size) if adaptive else None
         self._backoff = Backoff(min(PAUSE_S, list_interval_s), list_interval_s)
         self._sweeps = BackgroundTask(
             "limit", self._sweep_once, backoff=self._backoff, on_error=lambda: self._count("internal"), clock=clock
@@ -494,7 +498,7 @@ class CapacityLimit:
             header = read_header(self._stored, page)
             self._chains.read(page.id, None if header is None else parent_in(header))
         chosen = []
-        for page in self._chains.tails_first():
+        for page in self._victims():
             if excess <= 0:
                 break
             excess -= page.bytes
@@ -514,3 +518,18 @@ class CapacityLimit:
                 self._evicted_pages += removed
             self.on_evicted([page.key for page in some if page.namespace == self.codec.namespace])
         return gone
+
+    def _victims(self) -> Iterator[StoredPage]:
+        """Yield all pages in the order of eviction. The adaptive policy learns only from listings, not from the uses of
+        this engine, whose pages it would prefer. REQUIRES: the headers were read."""
+        chains, adaptive = self._chains, self._adaptive
+        if adaptive is None:
+            return chains.tails_first()
+        for prompt in chains.uses():
+            adaptive.use_prompt([b"".join(where) for where in prompt])
+
+        def parent_of(name: bytes) -> bytes | None:
+            above = chains.parent((name[:-PAGE_KEY_BYTES], name[-PAGE_KEY_BYTES:]))
+            return None if above is None else b"".join(above)
+
+        return chains.tails_first(lambda where: adaptive.keeps(b"".join(where), parent_of))

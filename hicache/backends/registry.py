@@ -159,7 +159,10 @@ def open_spec(spec: BackendSpec, codec: FrameCodec, clock: Clock = SYSTEM_CLOCK)
     if capacity_bytes is not None:
         try:
             stored = StoredPages(cast(Inspects, made), spec.name or spec.type, clock)
-            limit = CapacityLimit(codec, stored, capacity_bytes=cast(int, capacity_bytes), clock=clock)
+            limit = CapacityLimit(
+                codec, stored, capacity_bytes=cast(int, capacity_bytes), clock=clock,
+                adaptive=spec.type == "shared_files" and cast(Any, own).eviction_policy == "adaptive",
+            )
         except InvalidInput as error:
             made.close()
             raise ConfigError(f"backend {spec.type}: {error}") from error

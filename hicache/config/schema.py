@@ -286,7 +286,7 @@ class HiCacheConfig(Section):
     """
 
     # For each block, the shadows of the adaptive eviction take 650 bytes of memory, and the scheduler 2 to 3 us.
-    adaptive_block_tokens: ClassVar[int] = 512
+    adaptive_block_tokens: ClassVar[int] = 2048
     page_size: Count = Field(
         default=64, ge=1, le=PAGE_SIZE_MAX,
         description="Tokens per page; usually 16 to 256. Larger pages transfer faster; smaller ones lose less at the "

@@ -99,6 +99,12 @@ class SharedFilesStorageOptions(Section):
         description="Limit of the store's size, the same in all engines; beyond it the least recently used pages are "
         "removed (docs/storage.md).",
     )
+    eviction_policy: Literal["lru", "adaptive"] = Field(
+        default="lru",
+        description="The pages that are removed first. `lru`: the least recently used. `adaptive`: as `lru`, but keeps "
+        "pages that the best of LRU, S3-FIFO and ARC would keep for all engines; takes at most 20 MB. The engine that "
+        "sweeps applies it, so set the same in all.",
+    )
     max_age: PositiveDuration | None = Field(
         default=None, ge=60,
         description="Pages are removed this long after they were stored, also if they are used (docs/storage.md). Not "

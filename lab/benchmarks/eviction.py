@@ -60,7 +60,7 @@ from ._table import Row, print_table, reduced
 
 # Of L1 and L2, and of a store. The first is the reference of the others, and only those in `GOALS` have a goal.
 POLICIES = ("lru", "adaptive", "lfu", "fifo", "mru", "filo", "slru")
-STORE_POLICIES = ("lru",)
+STORE_POLICIES = ("lru", "adaptive")
 WRITE_POLICIES = ("write_through", "write_through_selective")
 GOALS = {"adaptive": 0.99}
 ROBUST_GOALS = {"adaptive": 0.98}

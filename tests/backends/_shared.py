@@ -97,12 +97,13 @@ class OnPage(System):
 
 
 def open_limited(
-    root: Path, pages: int, clock: Clock, *, system: System | None = None, is_listed: bool = True, **options: Any
+    root: Path, pages: int, clock: Clock, *, system: System | None = None, is_listed: bool = True,
+    adaptive: bool = False, **options: Any,
 ) -> Subject:
     """Open a store of shared files with a limit of so many pages. Its size is known, unless `is_listed` is False."""
     driver = SharedFilesDriver(CODEC, shared_options(root, **options), system=system, clock=clock)
     stored = StoredPages(driver, "shared_files", clock)
-    limit = CapacityLimit(CODEC, stored, capacity_bytes=pages * CODEC.frame_bytes, clock=clock)
+    limit = CapacityLimit(CODEC, stored, capacity_bytes=pages * CODEC.frame_bytes, adaptive=adaptive, clock=clock)
     backend = Store(driver, CODEC, UNGUARDED, name="shared_files", limit=limit, clock=clock)
     OPENED.append(backend)
     if is_listed:

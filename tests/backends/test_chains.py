@@ -169,6 +169,51 @@ def test_random_chains_are_removed_tails_first_and_copied_heads_first(seed: int)
     assert come == set(parents)
 
 
+@pytest.mark.parametrize("seed", seeds(20))
+def test_kept_pages_and_those_before_them_come_after_all_others(seed: int) -> None:
+    dice, chains = rng(seed), Chains()
+    parents = grow(chains, dice)
+    kept = {key for key in parents if dice.random() < 0.3}
+    order = [one.key for one in chains.tails_first(lambda where: where[1] in kept)]
+    assert sorted(order) == sorted(parents)
+    above = set[bytes | None](kept)
+    for key in reversed([one.key for one, _ in chains.heads_first()]):
+        if key in above:
+            above.add(parents[key])
+    assert not above.isdisjoint(order[-1:]) and above.isdisjoint(order[: sum(key not in above for key in order)])
+    assert all(parents[key] not in order[:place] for place, key in enumerate(order))
+
+
+@pytest.mark.parametrize("seed", seeds(20))
+def test_each_change_of_a_listed_time_is_in_one_prompt_and_prompts_go_down_one_chain(seed: int) -> None:
+    dice, chains = rng(seed), Chains()
+    parents = grow(chains, dice)
+    assert [*chains.uses()] == [], "no time was listed"
+    used = {key: dice.random() for key in sorted(parents) if dice.random() < 0.5}
+    for key, used_s in used.items():
+        assert chains.renew(StoredPage(NAMESPACES[0], key, 10, used_s), used_s)
+    prompts = [[key for _, key in prompt] for prompt in chains.uses()]
+    assert sorted(key for prompt in prompts for key in prompt) == sorted(used)
+    for prompt in prompts:
+        chain: list[bytes] = []
+        above: bytes | None = prompt[-1]
+        while above is not None:
+            chain.insert(0, above)
+            above = parents.get(above)
+        assert [key for key in chain if key in prompt] == prompt
+    assert not {prompt[-1] for prompt in prompts} & {parents[key] for key in used}
+    for key, used_s in used.items():
+        assert chains.renew(StoredPage(NAMESPACES[0], key, 10, 2.0), used_s)
+    assert [*chains.uses()] == [], "a use that no listing shows, of one engine, does not count"
+
+
+def test_the_used_part_of_a_shared_head_belongs_to_the_prompt_that_was_used_first() -> None:
+    chains = Chains()
+    for number, name in enumerate(["a", "ab", "aby", "abx"]):
+        chains.add(page(name, 10.0 - number), page(name[:-1]).key if name[1:] else None, 1.0)
+    assert [[key for _, key in prompt] for prompt in chains.uses()] == [keys("a", "ab", "abx"), keys("aby")]
+
+
 def grow(chains: Chains, dice: random.Random) -> dict[bytes, bytes | None]:
     """Add about forty pages in random order and discard some; return the parent of each remaining page."""
     names = {"".join(dice.choice("ab") for _ in range(dice.randrange(1, 7))) for _ in range(40)}

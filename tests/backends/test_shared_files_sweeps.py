@@ -600,15 +600,16 @@ def test_pages_that_a_dead_engine_was_writing_count_until_they_are_removed(tmp_p
     assert put(limited, make_keys(8, "more")).count(STORED) == 6
 
 
+@pytest.mark.parametrize("adaptive", [False, True])
 @pytest.mark.parametrize("seed", seeds(3))
 def test_engines_exceed_the_limit_by_the_writes_of_one_interval_at_most_and_keep_heads(
-    tmp_path: Path, seed: int
+    tmp_path: Path, seed: int, adaptive: bool
 ) -> None:
     root, dice = tmp_path / "s", rng(seed)
     clocks = [ManualClock(), ahead(150.0), ahead(300.0)]
     stores = []
     for clock in clocks:
-        stores.append(open_limited(root, 20, clock))
+        stores.append(open_limited(root, 20, clock, adaptive=adaptive))
         settle(stores[-1], clock)
     chains: list[list[bytes]] = []
     over = False
