@@ -90,9 +90,9 @@ class DaemonConfig(Section):
     )
     eviction_policy: Literal["lru", "adaptive"] = Field(
         default="lru",
-        description="Pages that a full pool evicts first. `lru`: least recently used. `adaptive`: as `lru`, but pages "
-        "that the best of several simulated policies would keep last, for more hits if many pages are used once; takes "
-        "up to 20 MB and a few microseconds per page.",
+        description="Pages that a full pool evicts first. `lru`: least recently used. `adaptive`: as `lru`, but keeps "
+        "what S3-FIFO or ARC would keep, if one of them has more hits; takes at most 20 MB, and some microseconds per "
+        "page.",
     )
     staging: PositiveSize = Field(
         default=256 * MIB,

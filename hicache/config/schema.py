@@ -327,9 +327,9 @@ class HiCacheConfig(Section):
         "choose the same prompts.",
     )
     eviction_policy: Annotated[str, Field(max_length=256), AfterValidator(require_policy)] = Field(
-        default="lru",
+        default="adaptive",
         description="The page that a full tier evicts first. `lru`: least recently used. `adaptive`: as `lru`, but "
-        "not what the best of LRU, S3-FIFO and ARC would keep at this size. `lfu`: used by the fewest "
+        "not what S3-FIFO or ARC would keep, if one of them has more hits at this size. `lfu`: used by the fewest "
         "requests. `slru`: as `lru`, but pages used by two requests last. `priority`: lowest "
         "request priority. `fifo`: oldest. `filo`: newest. `mru`: most recently used. `module:Class`: your own.",
     )

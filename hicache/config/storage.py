@@ -45,10 +45,10 @@ class FileStorageOptions(Section):
         "`free_space_floor` limits it.",
     )
     eviction_policy: Literal["lru", "adaptive"] = Field(
-        default="lru",
+        default="adaptive",
         description="The pages that are removed first. `lru`: the least recently used. `adaptive`: as `lru`, but keeps "
-        "pages that the best of LRU, S3-FIFO and ARC would keep; takes at most 20 MB. Needs a `capacity`. Each process "
-        "knows only its own uses.",
+        "what S3-FIFO or ARC would keep, if one of them has more hits; takes at most 20 MB. Needs a `capacity`. Each "
+        "process knows only its own uses.",
     )
     max_age: PositiveDuration | None = Field(
         default=None, ge=60,
@@ -102,8 +102,8 @@ class SharedFilesStorageOptions(Section):
     eviction_policy: Literal["lru", "adaptive"] = Field(
         default="lru",
         description="The pages that are removed first. `lru`: the least recently used. `adaptive`: as `lru`, but keeps "
-        "pages that the best of LRU, S3-FIFO and ARC would keep for all engines; takes at most 20 MB. The engine that "
-        "sweeps applies it, so set the same in all.",
+        "what S3-FIFO or ARC would keep, if one of them has more hits for all engines; takes at most 20 MB. The engine "
+        "that sweeps applies it, so set the same in all.",
     )
     max_age: PositiveDuration | None = Field(
         default=None, ge=60,

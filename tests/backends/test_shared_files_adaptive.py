@@ -39,7 +39,7 @@ class Keeps:
         self.prompts: list[list[bytes]] = []
         limit_of(store)._adaptive = cast(Any, self)
 
-    def use(self, keys: Sequence[bytes]) -> None:
+    def use_prompt(self, keys: Sequence[bytes]) -> None:
         self.prompts.append([key.removeprefix(NAMESPACE) for key in keys])
 
     def keeps(self, key: bytes, parent_of: object) -> bool:
