@@ -35,7 +35,7 @@ class Trees:
     def retire(self) -> None:
         """Start an empty tree. Free the unused pages of the old one; `sweep` frees the used ones later.
         """
-        self.current.observer = None
+        self.current.observer = self.current.queues.device.keeps = self.current.queues.host.keeps = None
         self._retired.append(self.current)
         self.current = self._make()
         self.sweep()

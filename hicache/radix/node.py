@@ -81,7 +81,7 @@ class Node:
             key_cut = pages * PAGE_KEY_BYTES
             head.page_keys, self.page_keys = self.page_keys[:key_cut], self.page_keys[key_cut:]
         self.key = self.key[len(head.key) :]
-        self.parent = head
+        self.parent, self.block = head, None
 
     def __repr__(self) -> str:
         tiers = "".join(("D" if self.device is not None else "", "H" if self.host is not None else "")) or "-"

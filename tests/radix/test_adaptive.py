@@ -32,11 +32,13 @@ def path_of(node: Node) -> tuple[bytes, bytes]:
     return node.page_keys or b"", data
 
 
-def last_block(seed: bytes, data: bytes) -> int:
+def block_of(node: Node) -> tuple[int, int, bool]:
+    seed, data = path_of(node)
     block = xxh3_64_intdigest(seed)
     for end in range(BLOCK_BYTES, len(data) + 1, BLOCK_BYTES):
         block = xxh3_64_intdigest(data[end - BLOCK_BYTES : end], block)
-    return block
+    rest = len(data) % BLOCK_BYTES
+    return block, rest, len(node.key) >= rest and len(data) - rest > len(data) - len(node.key)
 
 
 @pytest.mark.parametrize("seed", seeds(10))
@@ -57,7 +59,7 @@ def test_the_block_of_a_node_is_that_of_its_prompt_after_splits_and_growth(seed:
             tree.unlock(node)
             node = grown
         for some in numbers.sample(list(tree.nodes()), min(3, tree.node_count)):
-            assert tree.adaptive._block_of(some)[0] == last_block(*path_of(some))
+            assert tree.adaptive._block_of(some) == block_of(some)
         if numbers.random() < 0.2:
             tree.evict_device(numbers.randint(1, 20))
         check_tree(tree)
