@@ -8,7 +8,7 @@ from xxhash import xxh3_64_intdigest
 
 from hicache.keys import TOKEN_BYTES, RadixKey, token_bytes
 from hicache.radix import AdaptiveEviction, Node, RadixTree, check_tree, make_policy
-from hicache.tournament import PASSED_MAX
+from hicache.tournament import PASSED_MAX, Tournament
 from tests.seeds import rng, seeds
 
 PAGE, BLOCK_PAGES = 2, 3
@@ -43,7 +43,7 @@ def block_of(node: Node) -> tuple[int, int, bool]:
 
 @pytest.mark.parametrize("seed", seeds(10))
 def test_the_block_of_a_node_is_that_of_its_prompt_after_splits_and_growth(seed: int) -> None:
-    numbers, tree, page = rng(seed), tree_of(100), 1
+    numbers, tree, page, growths = rng(seed), tree_of(100), 1, 0
     assert tree.adaptive is not None
     for _ in range(150):
         tokens = [numbers.randrange(2) for _ in range(numbers.randint(1, 40))]
@@ -53,16 +53,19 @@ def test_the_block_of_a_node_is_that_of_its_prompt_after_splits_and_growth(seed:
         page += count
         if numbers.random() < 0.3 and node.parent is not None:  # a running request, whose last node may grow
             tree.lock(node)
+            tree.adaptive._block_of(node)
             longer = key(*tokens[: count * PAGE], *[5] * 8, seed=chosen.seed)
             grown = tree.insert(longer, np.arange(page, page + 4, dtype=np.int32), below=node, start_page=count).node
             page += 4
+            growths += grown is node
             tree.unlock(node)
-            node = grown
+            assert tree.adaptive._block_of(grown) == block_of(grown)
         for some in numbers.sample(list(tree.nodes()), min(3, tree.node_count)):
             assert tree.adaptive._block_of(some) == block_of(some)
         if numbers.random() < 0.2:
             tree.evict_device(numbers.randint(1, 20))
         check_tree(tree)
+    assert growths
 
 
 class Served:
@@ -114,8 +117,9 @@ def test_a_scan_does_not_evict_popular_prompts(pages: int, host_pages: int) -> N
 
 
 @pytest.mark.parametrize("pages", [150, 300])
-def test_short_prompts_do_not_lose_their_place_to_long_ones(pages: int) -> None:
-    """Prompts of less than a block return, and long ones never."""
+def test_short_prompts_do_not_lose_their_place_to_long_ones(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts of less than a block return, and long ones never. The tree passes over what the shadow of LRU holds."""
+    monkeypatch.setattr(Tournament, "is_lru", False)
     hits = {}
     for policy in ("lru", "adaptive"):
         numbers, served = rng(0), Served(policy, pages)
