@@ -38,7 +38,7 @@ class AdaptivePages:
     def of(self, namespace: bytes) -> AdaptivePages:
         """Return this tournament for the pages of one of several namespaces, where the same key is another page."""
         own = copy.copy(self)
-        own._salt = hash(namespace)
+        own._salt = self._number(namespace)
         return own
 
     def use(self, keys: Sequence[bytes], parent: bytes | None = None) -> None:
@@ -64,7 +64,8 @@ class AdaptivePages:
         return [number for key in keys if not (number := self._number(key)) & self._others]
 
     def _number(self, key: bytes) -> int:
-        return hash(key) ^ self._salt
+        # The end of a page key is as random as a hash, and the same in each process.
+        return int.from_bytes(key[-8:], "little") ^ self._salt
 
     def _end(self, last: int) -> None:
         if numbers := self._open.pop(last):

@@ -72,7 +72,7 @@ def test_the_batches_of_a_read_and_the_write_after_it_count_as_one_use(root: Pat
     store_chain(other, keys[6:], parent=keys[5])
     adaptive = file_driver(other)._adaptive
     assert adaptive is not None
-    assert list(adaptive._open.values()) == [[hash(NAMESPACE + key) for key in keys]]
+    assert list(adaptive._open.values()) == [[adaptive._number(NAMESPACE + key) for key in keys]]
 
 
 def test_there_is_room_also_if_all_pages_should_stay(root: Path) -> None:
@@ -120,9 +120,9 @@ def test_in_a_large_store_a_page_is_kept_with_the_sample_before_it_in_its_chain(
     store = open_file(root, **limits)
     store_chain(store, mine)
     store_chain(open_file(root, **limits), others)
-    sampled = [not hash(NAMESPACE + key) & 3 for key in mine]
     driver = file_driver(store)
     assert driver._adaptive is not None
+    sampled = [not driver._adaptive._number(key) & 3 for key in mine]
     for number in range(OPEN_MAX):
         driver._compete(NAMESPACE, make_keys(1, f"later {number}"))
     driver._adaptive._tournament._best = 1
