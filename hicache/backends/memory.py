@@ -49,14 +49,10 @@ class MemoryDriver:
         """See Touches."""
         names = [namespace + key for key in keys]
         with self._lock:
-            self._use([name for name in names if name in self._pages], None)
+            self._order.use(names)
+            if self._adaptive is not None:
+                self._adaptive.use([name for name in names if name in self._pages])
             return [name in self._pages for name in names]
-
-    def _use(self, names: Sequence[bytes], parent: bytes | None) -> None:
-        """Record that a request uses these pages, head first, after `parent`."""
-        self._order.use(names)
-        if self._adaptive is not None:
-            self._adaptive.use(names, parent)
 
     def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[bool]:
         """See Driver."""
@@ -75,7 +71,9 @@ class MemoryDriver:
                 elif pages.take(position, stored, found=stored):
                     hits.append(name)
         with self._lock:
-            self._use(hits, self._order.parent_of(hits[0]) if hits else None)
+            self._order.use(hits)
+            if self._adaptive is not None and hits:
+                self._adaptive.use(hits, self._order.parent_of(hits[0]))
 
     def write(self, pages: PageWrites) -> None:
         """See Driver. Rejects the tail of a batch that does not fit; its head stays."""
@@ -83,9 +81,10 @@ class MemoryDriver:
         names = [space + key for key in pages.keys]
         with self._lock:
             since = self._order.now()
-            parent = next((space + parent for parent in pages.parents[:1] if parent), None)
-            self._order.use([] if parent is None else [parent])
-            self._use(names, parent)  # the shadows make room before the store does
+            self._order.use([*(space + parent for parent in pages.parents[:1] if parent), *names])
+            if self._adaptive is not None and names:  # the shadows make room before the store does
+                parent = pages.parents[0]
+                self._adaptive.use(names, None if parent is None else space + parent)
         for position, name in enumerate(names):
             if pages.is_late:
                 break

@@ -140,7 +140,7 @@ def test_lost_messages_are_fetched_by_replay() -> None:
 )
 def test_a_follower_starts_over_from_a_snapshot_when(capacity_bytes: int, options: dict[str, Any]) -> None:
     stream = EventStream(capacity_bytes)
-    machine = RecordedMachine(4, rng(1), stream)
+    machine = RecordedMachine(4, rng(3), stream)
     with published(stream, **options) as publisher:
         wait_for(lambda: publisher.statistics().batches > 0)
         while stream.statistics().events < 100 or (capacity_bytes == 1 and publisher.statistics().gaps == 0):

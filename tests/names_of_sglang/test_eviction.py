@@ -90,8 +90,8 @@ def test_each_of_the_seven_policies_has_its_order(policy: str, order: str) -> No
     assert "".join("?ABCD"[page] for (page,) in victims(t)) == order
 
 
-def test_there_are_no_other_policies_than_these_seven() -> None:
-    assert set(POLICIES) == {"lru", "lfu", "fifo", "mru", "filo", "priority", "slru"}
+def test_there_are_these_seven_policies_and_one_of_our_own() -> None:
+    assert set(POLICIES) == {"lru", "lfu", "fifo", "mru", "filo", "priority", "slru", "adaptive"}
 
 
 # Order in the tree
