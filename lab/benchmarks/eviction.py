@@ -249,12 +249,11 @@ def title(of: Workload, rest: str) -> str:
 
 
 def show_tiers(
-    workloads: Mapping[Workload, Sequence[int]], settings: Iterable[str], goals: Mapping[str, float],
-    pool: ProcessPoolExecutor,
+    workloads: Mapping[Workload, Sequence[int]], settings: Iterable[str], policies: Sequence[str],
+    goals: Mapping[str, float], pool: ProcessPoolExecutor,
 ) -> None:
     """Replay each workload in each setting and each of its sizes under each policy; print a table for each, and one of
     the worst cells."""
-    policies = POLICIES[: reduced(len(POLICIES), 2)]
     overall: dict[str, list[Row]] = {policy: [] for policy in policies}
     for (of, sizes), setting in itertools.product(workloads.items(), settings):
         runs = cells(of, SETTINGS[setting], sizes[-reduced(len(sizes)) :])
@@ -344,11 +343,11 @@ def main() -> None:
         workloads = [workload("Chats", chat, here),
                      workload("Agents", copies(agents, AGENT_COPIES, AGENT_APART_MS), here)]
         if options.only in (None, "tiers"):
-            show_tiers(dict.fromkeys(workloads, SIZES), SETTINGS, GOALS, pool)
+            show_tiers(dict.fromkeys(workloads, SIZES), SETTINGS, POLICIES[: reduced(len(POLICIES), 2)], GOALS, pool)
         if options.only in (None, "store"):
             show_store(workloads, pool)
         if options.only in (None, "robustness"):
-            show_tiers(changing(chat, agents, here), list(SETTINGS)[:1], ROBUST_GOALS, pool)
+            show_tiers(changing(chat, agents, here), list(SETTINGS)[:1], POLICIES[:2], ROBUST_GOALS, pool)
 
 
 if __name__ == "__main__":
