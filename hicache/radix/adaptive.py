@@ -52,9 +52,9 @@ class AdaptiveEviction:
         return (is_inside or node.hit_count > 1) and self._tournament.keeps(block)
 
     def _blocks(self, data: bytes, prior: int) -> Iterator[int]:
-        size = self._block_bytes
+        size, view = self._block_bytes, memoryview(data)
         for end in range(size, len(data) + 1, size):
-            prior = xxh3_64_intdigest(data[end - size : end], prior)
+            prior = xxh3_64_intdigest(view[end - size : end], prior)
             yield prior
 
     def _block_of(self, node: Node) -> tuple[int, int, bool]:

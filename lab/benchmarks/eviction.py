@@ -5,9 +5,9 @@
 Replays are in virtual time, so each one has one answer, which the machine and its load do not change. The size of a
 cell is a share of the pages of its trace, all of which an infinite cache would hold.
 
-*Tiers*: each policy of L1 and L2, without storage and over a `file` store. LRU is beside the optimum that knows the
-future (`hicache_lab/replay/ideal.py`) with as many pages as all tiers together; the other policies are beside LRU. L1
-has a quarter of the pages and L2 the rest, or L1 an eighth, L2 three eighths and the store half. L1 has at least the
+*Tiers*: each policy of L1 and L2, without storage and over a `file` store, which is adaptive with them and else LRU.
+LRU is beside the optimum that knows the future (`hicache_lab/replay/ideal.py`) with as many pages as all tiers
+together; the other policies are beside LRU. L1 has a quarter of the pages and L2 the rest, or L1 an eighth, L2 three eighths and the store half. L1 has at least the
 longest request, and the other tiers share the rest; a cell is left out if L2 then is smaller than half of that request.
 L2 and the store hold copies, so all tiers together hold fewer distinct pages than the optimum.
 *Store*: a `file` store below an L1 and an L2 with room for one request each, under each write policy: hits beside no
@@ -168,9 +168,8 @@ def job_of(run: Run) -> ReplayJob:
     }
     if run.store_pages:
         entries |= {"storage.type": "file", "storage.options.path": str(run.trace.with_suffix(".store")),
-                    "storage.options.capacity": f"{run.store_pages * FRAME_BYTES}B"}
-        if run.store_policy != STORE_POLICIES[0]:
-            entries["storage.options.eviction_policy"] = run.store_policy
+                    "storage.options.capacity": f"{run.store_pages * FRAME_BYTES}B",
+                    "storage.options.eviction_policy": run.store_policy}
     store = StorageSpeed(read_bytes_per_s=BYTES_PER_S, write_bytes_per_s=BYTES_PER_S)
     return ReplayJob(
         config=load_config(None, environ={}, overrides=entries), trace=run.trace, preset=MODEL, running_max=1,
@@ -215,6 +214,11 @@ def cells(of: Workload, shares: tuple[float, float, float], sizes: Sequence[int]
     return found
 
 
+def under(run: Run, policy: str) -> Run:
+    """Return a run of LRU under another policy, also of the store if it has that one."""
+    return run._replace(policy=policy, store_policy=policy if policy in STORE_POLICIES else run.store_policy)
+
+
 def hits_row(what: str, hits: int, reference: int, goal: float | None = None) -> Row:
     """Return a row of hits beside those of a reference."""
     return Row(what, f"{hits:,}", f"{reference:,}", hits / reference if reference else None, goal)
@@ -230,7 +234,7 @@ def tier_rows(
         lru, *others = policies
         rows[lru].append(hits_row(f"{label}: {lru}, of the optimum", figures[run].hits, optimums[label]))
         for policy in others:
-            hits = figures[run._replace(policy=policy)].hits
+            hits = figures[under(run, policy)].hits
             rows[policy].append(hits_row(f"{label}: {policy}, of {lru}", hits, figures[run].hits, goals.get(policy)))
     return rows
 
@@ -259,7 +263,7 @@ def show_tiers(
         runs = cells(of, SETTINGS[setting], sizes[-reduced(len(sizes)) :])
         best = {label: pool.submit(optimum, of.trace, run.device_pages + run.host_pages + run.store_pages)
                 for label, run in runs.items()}
-        wanted = [run._replace(policy=policy) for run in runs.values() for policy in policies]
+        wanted = [under(run, policy) for run in runs.values() for policy in policies]
         figures = dict(zip(wanted, pool.map(replayed, wanted), strict=True))
         rows = tier_rows(runs, figures, {label: each.result() for label, each in best.items()}, policies, goals)
         print_table(title(of, setting), itertools.chain.from_iterable(zip(*rows.values(), strict=True)))
