@@ -7,9 +7,10 @@ cell is a share of the pages of its trace, all of which an infinite cache would 
 
 *Tiers*: each policy of L1 and L2, without storage and over a `file` store, which is adaptive with them and else LRU.
 LRU is beside the optimum that knows the future (`hicache_lab/replay/ideal.py`) with as many pages as all tiers
-together; the other policies are beside LRU. L1 has a quarter of the pages and L2 the rest, or L1 an eighth, L2 three eighths and the store half. L1 has at least the
-longest request, and the other tiers share the rest; a cell is left out if L2 then is smaller than half of that request.
-L2 and the store hold copies, so all tiers together hold fewer distinct pages than the optimum.
+together; the other policies are beside LRU. L1 has a quarter of the pages and L2 the rest, or L1 an eighth, L2 three
+eighths and the store half. L1 has at least the longest request, and the other tiers share the rest; a cell is left out
+if L2 then is smaller than half of that request. L2 and the store hold copies, so all tiers together hold fewer distinct
+pages than the optimum.
 *Store*: a `file` store below an L1 and an L2 with room for one request each, under each write policy: hits beside no
 store, and the written bytes, in brackets for each hit token that the store adds. Other policies of the store are beside
 its LRU.
