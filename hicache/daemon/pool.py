@@ -336,19 +336,23 @@ class DaemonPool:
             if pages:
                 self._hot.note(space.label, [page.key for page in pages], [page.hits for page in pages])
 
-    def count(self, space: PoolSpace, keys: Sequence[bytes], parent: bytes | None = None) -> None:
-        """Count a use of pages by a request, head first, after `parent`, for adaptive eviction. Pages that a request
-        hands over are counted before they enter, so that the shadows make room before the pool does."""
+    def offer(self, space: PoolSpace, keys: Sequence[bytes], parent: bytes | None = None) -> None:
+        """Note that a request hands over pages, head first, after `parent`, which counts as used. Call it before they
+        enter: the shadows of adaptive eviction make room before the pool does."""
         with self._lock:
+            if parent is not None:
+                space.order.use([parent])
             if space.order.adaptive is not None:
                 space.order.adaptive.use(keys, parent)
 
     def touch(self, space: PoolSpace, keys: Sequence[bytes]) -> list[bool]:
         """As `use`, for pages that a request touches; also counts them for adaptive eviction. Return as `has`."""
-        self.use(space, keys)
-        present = self.has(space, keys)
-        self.count(space, [key for key, is_present in zip(keys, present, strict=True) if is_present])
-        return present
+        with self._lock:
+            space.order.use(keys)
+            present = [key in space.pages for key in keys]
+            if space.order.adaptive is not None:
+                space.order.adaptive.use([key for key in keys if key in space.pages])
+            return present
 
     def hot(self) -> tuple[HotPrefix, ...]:
         """Return the chains with the most recent hits, the hottest first."""

@@ -392,8 +392,7 @@ class _Write:
         self._parents = parents_of(keys, parent)
         self._call, self._deadline, self._report = call, call.deadline, store._report(call)
         self._since = self._pool.now()  # pages used from now on are not evicted by this call
-        self._pool.use(self._space, [] if parent is None else [parent])
-        self._pool.count(self._space, keys, parent)
+        self._pool.offer(self._space, keys, parent)
         self._outcomes: dict[int, SetOutcome] = {}
         self._in_pool: dict[int, SetOutcome | ErrorKind] = {}
         self._waiter: Waiter[bool] = Waiter((), store._clock)

@@ -23,6 +23,10 @@ from ..keys import RadixKey
 from ..tournament import Tournament
 from .node import Node
 
+# While LRU is the best, the shadows see so many requests at once: their memory is then in the processor's caches, which
+# halves their time.
+_BEGUN_MAX = 8
+
 
 class AdaptiveEviction:
     """The tournament of a tree whose tiers hold `pages` different pages, in blocks of `block_pages` pages.
@@ -35,6 +39,7 @@ class AdaptiveEviction:
         self._block_bytes = block_pages * page_bytes
         self._tournament = Tournament(pages // block_pages)
         self.keeps_host = keeps_host
+        self._begun: list[list[int]] = []
 
     def begin(self, key: RadixKey) -> None:
         """Record that a request with this prompt begins."""
@@ -42,14 +47,22 @@ class AdaptiveEviction:
         blocks = list(self._blocks(key.tokens, prior))
         if rest := len(key.tokens) % self._block_bytes:
             blocks.append(xxh3_64_intdigest(key.tokens[-rest:], blocks[-1] if blocks else prior))
-        self._tournament.use(blocks)
+        self._begun.append(blocks)
+        if len(self._begun) == _BEGUN_MAX:
+            self._count()
+
+    def _count(self) -> None:
+        for blocks in self._begun:
+            self._tournament.use(blocks)
+        self._begun.clear()
 
     def keeps(self, node: Node) -> bool:
         """Return True if `node` should stay in the tree."""
         if self._tournament.is_lru:
             return False
+        self._count()
         block, _, is_inside = self._block_of(node)
-        return (is_inside or node.hit_count > 1) and self._tournament.keeps(block)
+        return (is_inside or node.hit_count > 1) and not self._tournament.is_lru and self._tournament.keeps(block)
 
     def _blocks(self, data: bytes, prior: int) -> Iterator[int]:
         size, view = self._block_bytes, memoryview(data)

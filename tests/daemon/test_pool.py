@@ -83,7 +83,7 @@ def test_namespaces_with_pages_of_different_sizes_share_one_limit(seed: int, is_
         some = keys[first : first + dice.randrange(1, 5)]
         action = dice.randrange(9)
         if action < 4:
-            pool.count(space, some)
+            pool.offer(space, some)
             put(pool, space, some, keys[first - 1] if first else None)
         elif action == 4:
             held += [(space, page) for page in pool.hold(space, some) if page is not None]
@@ -155,7 +155,7 @@ def popular_hits(pool: DaemonPool, spaces: Sequence[PoolSpace], turns: int) -> i
         pool.hit(spaces[0], found)
         new, parent = popular[len(found):], found[-1] if found else None
         for space, keys, above in ((spaces[0], new, parent), (spaces[-1], once, None)):
-            pool.count(space, keys)
+            pool.offer(space, keys)
             put(pool, space, keys, above)
         hits += len(found) if turn >= turns - 100 else 0
     return hits
