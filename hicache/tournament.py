@@ -266,8 +266,8 @@ class Tournament:
         self._best = best
 
     def keeps(self, key: Hashable) -> bool:
-        """Return True if the best shadow holds a page."""
-        return key in self._shadows[self._best]
+        """Return True if the best shadow is not LRU and holds a page."""
+        return self._best != 0 and key in self._shadows[self._best]
 
     def check(self) -> None:
         """Raise InvariantError if a shadow has too many keys."""

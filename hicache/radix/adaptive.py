@@ -62,7 +62,7 @@ class AdaptiveEviction:
             return False
         self._count()
         block, _, is_inside = self._block_of(node)
-        return (is_inside or node.hit_count > 1) and not self._tournament.is_lru and self._tournament.keeps(block)
+        return (is_inside or node.hit_count > 1) and self._tournament.keeps(block)
 
     def _blocks(self, data: bytes, prior: int) -> Iterator[int]:
         size, view = self._block_bytes, memoryview(data)
