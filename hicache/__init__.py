@@ -12,67 +12,44 @@ from .lazy import lazy_names
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "ChunkCache",
-    "EventStream",
-    "HiCacheConfig",
-    "HiCacheController",
-    "HiCacheError",
-    "HiRadixCache",
-    "HostCache",
-    "KVGeometry",
-    "KVLayout",
-    "Namespace",
-    "PageShape",
-    "Piece",
-    "PrefixIndex",
-    "RadixKey",
-    "SessionCache",
-    "TorchRankGroup",
-    "TreeCache",
-    "__version__",
-    "create_cache",
-    "create_host_cache",
-    "load_config",
-    "model_fingerprint",
-    "open_storage",
-    "scales_fingerprint",
-]
+_MODULES = {
+    "cache": "ChunkCache HiRadixCache HostCache SessionCache TreeCache create_cache create_host_cache open_storage",
+    "config": "HiCacheConfig load_config",
+    "controller": "HiCacheController TorchRankGroup",
+    "errors": "HiCacheError",
+    "events": "EventStream PrefixIndex",
+    "fingerprint": "model_fingerprint scales_fingerprint",
+    "geometry": "KVGeometry KVLayout PageShape Piece",
+    "keys": "Namespace RadixKey",
+}
+__all__ = ["__version__", *" ".join(_MODULES.values()).split()]  # noqa: PLE0604
 
 if TYPE_CHECKING:
-    from .cache import (
-        ChunkCache,
-        HiRadixCache,
-        HostCache,
-        SessionCache,
-        TreeCache,
-        create_cache,
-        create_host_cache,
-        open_storage,
-    )
-    from .config import HiCacheConfig, load_config
-    from .controller import HiCacheController, TorchRankGroup
-    from .errors import HiCacheError
-    from .events import EventStream, PrefixIndex
-    from .fingerprint import model_fingerprint, scales_fingerprint
-    from .geometry import KVGeometry, KVLayout, PageShape, Piece
-    from .keys import Namespace, RadixKey
-
-if not TYPE_CHECKING:  # a type checker has the names from above, and would accept any name because of `__getattr__`
-    __getattr__ = lazy_names(
-        __name__,
-        {
-            "cache": "ChunkCache HiRadixCache HostCache SessionCache TreeCache create_cache create_host_cache "
-            "open_storage",
-            "config": "HiCacheConfig load_config",
-            "controller": "HiCacheController TorchRankGroup",
-            "errors": "HiCacheError",
-            "events": "EventStream PrefixIndex",
-            "fingerprint": "model_fingerprint scales_fingerprint",
-            "geometry": "KVGeometry KVLayout PageShape Piece",
-            "keys": "Namespace RadixKey",
-        },
-    )
+    from .cache import ChunkCache as ChunkCache
+    from .cache import HiRadixCache as HiRadixCache
+    from .cache import HostCache as HostCache
+    from .cache import SessionCache as SessionCache
+    from .cache import TreeCache as TreeCache
+    from .cache import create_cache as create_cache
+    from .cache import create_host_cache as create_host_cache
+    from .cache import open_storage as open_storage
+    from .config import HiCacheConfig as HiCacheConfig
+    from .config import load_config as load_config
+    from .controller import HiCacheController as HiCacheController
+    from .controller import TorchRankGroup as TorchRankGroup
+    from .errors import HiCacheError as HiCacheError
+    from .events import EventStream as EventStream
+    from .events import PrefixIndex as PrefixIndex
+    from .fingerprint import model_fingerprint as model_fingerprint
+    from .fingerprint import scales_fingerprint as scales_fingerprint
+    from .geometry import KVGeometry as KVGeometry
+    from .geometry import KVLayout as KVLayout
+    from .geometry import PageShape as PageShape
+    from .geometry import Piece as Piece
+    from .keys import Namespace as Namespace
+    from .keys import RadixKey as RadixKey
+else:  # a type checker has the names from above, and would accept any name because of `__getattr__`
+    __getattr__ = lazy_names(__name__, _MODULES)
 
 
 def __dir__() -> list[str]:

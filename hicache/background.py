@@ -29,15 +29,8 @@ class BackgroundTask:
     """
 
     def __init__(
-        self,
-        name: str,
-        work: Callable[[], float],
-        patience_s: float = math.inf,
-        *,
-        backoff: Backoff | None = None,
-        linger_s: float = LINGER_S,
-        on_error: Callable[[], None] = lambda: None,
-        clock: Clock = SYSTEM_CLOCK,
+        self, name: str, work: Callable[[], float], patience_s: float = math.inf, *, backoff: Backoff | None = None,
+        linger_s: float = LINGER_S, on_error: Callable[[], None] = lambda: None, clock: Clock = SYSTEM_CLOCK,
         workers: WorkerFactory = SupervisedPool,
     ) -> None:
         self._work = work

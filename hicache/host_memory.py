@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -35,11 +36,8 @@ class HostMemory:
 
 def host_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> HostMemory:
     """Read the memory of the machine and the limits. Raises CapacityError for a kernel without these figures."""
-    found = {}
-    for line in (proc / "meminfo").read_text().splitlines():
-        name, _, rest = line.partition(":")
-        if name in ("MemTotal", "MemAvailable"):
-            found[name] = int(rest.split()[0]) * 1024
+    lines = re.findall(r"^(MemTotal|MemAvailable): *(\d+)", (proc / "meminfo").read_text(), re.MULTILINE)
+    found = {name: int(size_kib) * 1024 for name, size_kib in lines}
     if len(found) < 2:
         raise CapacityError(f"{proc}/meminfo has no MemAvailable; use a Linux kernel of 3.14 or later")
     total = found["MemTotal"]

@@ -1,10 +1,11 @@
-"""Packages that load their public names at the first use (PEP 562)."""
+"""Packages that load their public names at the first use (PEP 562), and functions that a build may lack."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from .errors import MissingPackage, install_hint
 
@@ -31,3 +32,11 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> Callable[[str], obje
         return value
 
     return load
+
+
+def native(name: str) -> Any:
+    """Return a function of the optional native helper; None without the helper, or if an older build lacks it."""
+    try:
+        return getattr(importlib.import_module("hicache._native"), name, None)
+    except ImportError:
+        return None

@@ -60,11 +60,17 @@ def populate_zeroed(mapping: mmap.mmap) -> None:
     in_parts(mapping, lambda part: populate_part(part) or touch(part))
 
 
+def zeroed(size_bytes: int) -> memoryview:
+    """Return private memory of zeros whose pages are mapped, see `populate_zeroed`. Blocks. Raises OSError."""
+    if not size_bytes:
+        return memoryview(b"")
+    mapping = mmap.mmap(-1, size_bytes)
+    populate_zeroed(mapping)
+    return memoryview(mapping)
+
+
 def in_parts(
-    mapping: mmap.mmap,
-    work: Callable[[memoryview], bool],
-    *,
-    part_bytes: int = PART_BYTES,
+    mapping: mmap.mmap, work: Callable[[memoryview], bool], *, part_bytes: int = PART_BYTES,
     interval_s: float = PROGRESS_S,
 ) -> bool:
     """Return True if `work` returns True for all parts of a mapping. A part that fails does not stop the other parts.

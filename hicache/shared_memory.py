@@ -159,15 +159,8 @@ class SharedMemory:
 
     @classmethod
     def open(
-        cls,
-        name: str,
-        layout: Layout,
-        *,
-        deadline: float,
-        role: Role = Role.OWNER,
-        node: int | None = None,
-        count_pages: Callable[[], int] | None = None,
-        require_memory: Callable[[int], None] = lambda pages: None,
+        cls, name: str, layout: Layout, *, deadline: float, role: Role = Role.OWNER, node: int | None = None,
+        count_pages: Callable[[], int] | None = None, require_memory: Callable[[int], None] = lambda pages: None,
     ) -> SharedMemory:
         """Open the memory `name`, or create it. Blocks until it is ready, at most until `deadline` (monotonic clock).
         The process that creates the memory also blocks as long as the kernel needs to zero it.
@@ -259,17 +252,12 @@ class SharedMemory:
     def unlink_if_left(self) -> bool:
         """Remove the name if no other process has opened the memory and `keep` is not set. Return True if no process
         has it open, False also while another process is opening it. For a daemon, whose engine may be restarting."""
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        try:
+        with contextlib.suppress(SharedMemoryError), flock(self.path, self._descriptor, -math.inf):
             is_left = not self.has_others()
             if is_left and not self.layout.keep:
                 self.unlink()
             return is_left
-        finally:
-            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        return False
 
     def close(self) -> None:
         """Unmap the memory. REQUIRES: all views of it are deleted; otherwise raises BufferError and changes nothing."""
@@ -332,26 +320,19 @@ class _Opening:
         has_members = is_locked(descriptor, 0, PROCESSES_MAX)
         if difference is not None and has_members:
             raise file_error(self.path, f"{difference}. Give all processes the same arguments, or choose another name")
-        if has_members and self.role in (Role.ALONE, Role.GUEST):
-            # The previous engine may be about to end. Two engines would write their pages into the same frames.
-            if time.monotonic() < self.deadline:
-                self._pause(descriptor)
-                return False
+        # The previous engine may be about to end. Two engines would write their pages into the same frames.
+        is_taken = has_members and self.role in (Role.ALONE, Role.GUEST)
+        is_mapped = not has_members and self.role is not Role.GUEST and is_locked(descriptor, _ATTACHED, 1)
+        if (is_taken or is_mapped) and time.monotonic() < self.deadline:
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # so that a daemon can take it and remove the name
+            time.sleep(RETRY_S)
+            return False
+        if is_taken:
             raise file_error(self.path, "belongs to another engine; end that engine, or give each engine its own name")
-        if not has_members and self.role is not Role.GUEST and is_locked(descriptor, _ATTACHED, 1):
-            if time.monotonic() < self.deadline:
-                self._pause(descriptor)
-                return False
-            difference = "a daemon still has it mapped"
-        if difference is not None:
+        if is_mapped or difference is not None:  # by a daemon
             os.unlink(self.path)
-        return difference is None
-
-    @staticmethod
-    def _pause(descriptor: int) -> None:
-        """Wait before the next attempt without the lock, so that a daemon can take it and remove the name."""
-        fcntl.flock(descriptor, fcntl.LOCK_UN)
-        time.sleep(RETRY_S)
+            return False
+        return True
 
     def _fill(self, descriptor: int) -> None:
         """Write the control block of an empty file and allocate all memory. Remove the name if that fails."""
@@ -469,12 +450,9 @@ def _leave(descriptor: int, path: Path, last_unlinks: bool, process: int) -> Non
     """Close the file of a memory. After a failed start, the last process removes the name."""
     if os.getpid() != process:
         return  # a forked child; the memory belongs to its parent
-    with contextlib.suppress(OSError):  # held: another process is joining, and will be the last one
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        try:
-            if last_unlinks and os.fstat(descriptor).st_nlink and not is_locked(descriptor, 0, PROCESSES_MAX):
-                os.unlink(path)
-        finally:
-            # A remaining view keeps the mapping, whose duplicate of the descriptor would keep the lock.
-            fcntl.flock(descriptor, fcntl.LOCK_UN)
+    # If the lock is held, another process is joining, and will be the last one. It ends before the file is closed: a
+    # remaining view keeps the mapping, whose duplicate of the descriptor would keep the lock.
+    with contextlib.suppress(OSError), flock(path, descriptor, -math.inf):
+        if last_unlinks and os.fstat(descriptor).st_nlink and not is_locked(descriptor, 0, PROCESSES_MAX):
+            os.unlink(path)
     os.close(descriptor)

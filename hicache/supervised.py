@@ -24,6 +24,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from .backoff import Backoff
@@ -92,8 +93,9 @@ def _no_work(index: int) -> None:
 class _Batch:
     """Calls `work(i)` for each i below `count`, on every thread that calls `run`.
 
-    Locking design: the counter's `next` is atomic in CPython; `_lock` guards `_left`. `_unfinished` is held until the
-    last page has ended. It is a plain lock, because an Event costs as much as the rest of a small batch.
+    Locking design: the counter's `next` is atomic in CPython; `_lock` guards `left`, the pages that have not ended.
+    `_unfinished` is held until the last page has ended. It is a plain lock, because an Event costs as much as the rest
+    of a small batch.
     """
 
     def __init__(self, count: int, work: Callable[[int], None]) -> None:
@@ -101,7 +103,7 @@ class _Batch:
         self._count = count
         self._work = work
         self._lock = threading.Lock()
-        self._left = count
+        self.left = count
         self._unfinished = threading.Lock()
         self._unfinished.acquire()
 
@@ -112,8 +114,8 @@ class _Batch:
                 self._work(index)
             finally:
                 with self._lock:
-                    self._left -= 1
-                    if not self._left:
+                    self.left -= 1
+                    if not self.left:
                         self._unfinished.release()
 
     def give_up(self) -> None:
@@ -127,11 +129,6 @@ class _Batch:
         ended = self._unfinished.acquire(timeout=timeout_s)
         self._work = _no_work
         return ended
-
-    @property
-    def left(self) -> int:
-        """The number of pages that have not ended."""
-        return self._left
 
 
 class _Call(Generic[Result]):
@@ -188,6 +185,7 @@ def _no_jobs(job: Any, beat: Beat) -> None:
     raise InvariantError("a pool without `handle` does not take jobs; pass one, or use `run` and `call`")
 
 
+@dataclass(eq=False, repr=False)
 class SupervisedPool(Generic[Job]):
     """`threads` threads, called hicache-`name`-1, -2 and so on, that take work from one queue.
 
@@ -203,31 +201,20 @@ class SupervisedPool(Generic[Job]):
     wait, idle times and `close` are real time: they limit calls of the operating system.
     """
 
-    def __init__(  # noqa: PLR0913 - its callbacks and limits
-        self,
-        name: str,
-        threads: int,
-        *,
-        handle: Callable[[Job, Beat], None] = _no_jobs,
-        fail: Callable[[Job], None] = lambda job: None,
-        acknowledge: Callable[[Job], None] = lambda job: None,
-        on_error: Callable[[], None] = lambda: None,
-        patience_s: float = math.inf,
-        linger_s: float | None = None,
-        clock: Clock = SYSTEM_CLOCK,
-    ) -> None:
-        self.name = name
-        self.clock = clock
-        self.handle = handle
-        self.acknowledge = acknowledge
+    name: str
+    threads: int
+    _: KW_ONLY
+    handle: Callable[[Job, Beat], None] = _no_jobs
+    fail: Callable[[Job], None] = lambda job: None
+    acknowledge: Callable[[Job], None] = lambda job: None
+    on_error: Callable[[], None] = lambda: None
+    patience_s: float = math.inf
+    linger_s: float | None = None
+    clock: Clock = SYSTEM_CLOCK
+
+    def __post_init__(self) -> None:
         self.errors: Counter[str] = Counter()
-        self.restarts = 0
-        self.stuck_threads = 0
-        self._fail = fail
-        self._on_error = on_error
-        self._threads_max = threads
-        self._patience_s = patience_s
-        self._linger_s = linger_s
+        self.restarts = self.stuck_threads = 0
         self._jobs: deque[Job] = deque()
         self._queue: queue.SimpleQueue[_Task | None] = queue.SimpleQueue()  # None ends a thread
         self._state = threading.Lock()
@@ -257,7 +244,7 @@ class SupervisedPool(Generic[Job]):
     def submit(self, job: Job) -> None:
         """Queue a job. Does not block. The caller bounds how many it submits."""
         self._jobs.append(job)
-        if self._linger_s is None:
+        if self.linger_s is None:
             self._queue.put(self._handle_next)
             return
         with self._state:
@@ -279,7 +266,7 @@ class SupervisedPool(Generic[Job]):
             return False
         with suppress(queue.Empty), self._state:  # empty: a thread has taken the entry, and will not find a job for it
             self._queue.get_nowait()
-            self._load -= self._linger_s is not None
+            self._load -= self.linger_s is not None
         return True
 
     def run(self, count: int, work: Callable[[int], None]) -> None:
@@ -358,7 +345,7 @@ class SupervisedPool(Generic[Job]):
     def supervise(self) -> None:
         """Replace dead and stuck threads. Cheap: a scheduler can call it every few steps. Does not block."""
         with self._state:
-            stuck_before = self.clock() - self._patience_s
+            stuck_before = self.clock() - self.patience_s
             for thread in [one for one in self._threads if one.busy_since < stuck_before and not one.stuck]:
                 self._substitute(thread)
             self._fill()
@@ -381,24 +368,24 @@ class SupervisedPool(Generic[Job]):
         return True
 
     def _end_failed(self, job: Job) -> None:
-        self._fail(job)
+        self.fail(job)
         self.acknowledge(job)
 
     # On the threads
 
     def _serve(self, thread: _Thread[Job]) -> None:
-        take = self._queue.get if self._linger_s is None else functools.partial(self._take_or_leave, thread)
+        take = self._queue.get if self.linger_s is None else functools.partial(self._take_or_leave, thread)
         while (task := take()) is not None:
             try:
                 task(thread)
             except Exception as error:
                 self._note(type(error).__name__)
                 if thread.job is not None:
-                    self._fail(thread.job)
+                    self.fail(thread.job)
             del task
             if thread.job is not None:
                 thread.busy_since = math.inf
-            if self._linger_s is not None:
+            if self.linger_s is not None:
                 with self._state:
                     self._load -= not thread.stuck
             if thread.job is not None:
@@ -412,7 +399,7 @@ class SupervisedPool(Generic[Job]):
         """Wait for the next task. Return None if the thread has been idle for too long and must end."""
         while True:
             try:
-                return self._queue.get(timeout=self._linger_s)
+                return self._queue.get(timeout=self.linger_s)
             except queue.Empty:
                 with self._state:
                     if self._queue.empty():
@@ -433,7 +420,7 @@ class SupervisedPool(Generic[Job]):
         with self._state:
             self._threads.remove(thread)
             self._load -= not thread.stuck
-            if not thread.stuck and self._linger_s is None:
+            if not thread.stuck and self.linger_s is None:
                 if self.clock() - thread.started_at > STABLE_S:
                     self._backoff.reset()
                 delay_s = self._backoff.next_s()
@@ -449,25 +436,25 @@ class SupervisedPool(Generic[Job]):
         self.errors[kind] += 1
         if self.errors[kind] == 1:
             logger.exception("worker %s: unexpected %s; further ones are only counted", self.name, kind)
-        self._on_error()
+        self.on_error()
 
     # With `_state` held
 
     def _fill(self) -> None:
         """Start the missing threads."""
-        if self._linger_s is not None:
-            wanted = min(self._load, self._threads_max)
+        if self.linger_s is not None:
+            wanted = min(self._load, self.threads)
         elif self.clock() >= self._restart_at:
-            wanted = self._threads_max
+            wanted = self.threads
             self._restart_at = math.inf
         else:
             return
         while wanted > len(self._threads) - sum(thread.stuck for thread in self._threads) and not self._closed:
-            late = self._linger_s is None and self._is_complete
+            late = self.linger_s is None and self._is_complete
             if not self._start_thread("one died or could not be started" if late else ""):
                 self._restart_at = self.clock() + self._backoff.next_s()
                 return
-            self.restarts += self._linger_s is None
+            self.restarts += self.linger_s is None
 
     def _substitute(self, thread: _Thread[Job]) -> None:
         """Start a substitute for a stuck thread, up to a limit: a hanging store must not use up threads."""

@@ -58,7 +58,12 @@ def _no_unit(number: object, what: str) -> ValueError:
     return ValueError(f"{text} has no unit; write {', '.join(most)} or {last}")
 
 
-def _parse(text: str, units: dict[str, float], what: str, example: str) -> float:
+def _parse(text: Any, units: dict[str, float], what: str, example: str) -> Any:
+    """Return the number that text means; other values as they are, except for bools."""
+    if isinstance(text, bool):
+        raise ValueError(f"{text} is not a valid {what}; write it like {example}")
+    if not isinstance(text, str):
+        return text
     match = _NUMBER_WITH_UNIT.fullmatch(text) if len(text) <= _TEXT_MAX else None
     if match is not None and not match[2]:
         if float(match[1]) == 0:
@@ -72,10 +77,7 @@ def _parse(text: str, units: dict[str, float], what: str, example: str) -> float
 def parse_size(value: Any) -> Any:
     """Return the bytes of `"200GiB"`, or a number of bytes as it is. Raises ValueError for other text and numbers;
     passes other types through."""
-    if isinstance(value, str):
-        value = _parse(value, _SIZE_UNITS, "size", _SIZE_EXAMPLES)
-    if isinstance(value, bool):
-        raise ValueError(f"{value} is not a valid size; write it like {_SIZE_EXAMPLES}")
+    value = _parse(value, _SIZE_UNITS, "size", _SIZE_EXAMPLES)
     if not isinstance(value, (int, float)):
         return value
     if not 0 <= value <= SIZE_MAX_BYTES:  # also refuses nan
@@ -114,10 +116,7 @@ def _size_or_share(value: Any, size_of: ValidatorFunctionWrapHandler) -> Any:
 def parse_duration(value: Any) -> Any:
     """Return the seconds of `"250ms"`, or a number of seconds as it is. Raises ValueError for other text and numbers;
     passes other types through."""
-    if isinstance(value, str):
-        value = _parse(value, _DURATION_UNITS, "duration", _DURATION_EXAMPLES)
-    if isinstance(value, bool):
-        raise ValueError(f"{value} is not a valid duration; write it like {_DURATION_EXAMPLES}")
+    value = _parse(value, _DURATION_UNITS, "duration", _DURATION_EXAMPLES)
     if isinstance(value, (int, float)) and not 0 <= value <= DURATION_MAX_S:
         raise ValueError("a duration must be between 0s and 366d")
     return value
@@ -131,16 +130,12 @@ def refuse_bool(value: Any) -> Any:
     return value
 
 
-def _is_written(info: ValidationInfo) -> bool:
-    return info.context is WRITTEN
-
-
 def _with_unit(parse: Callable[[Any], Any], what: str) -> Callable[[Any, ValidationInfo], Any]:
     """Return `parse` with a check: a number other than 0 that a person wrote is rejected."""
 
     def check(value: Any, info: ValidationInfo) -> Any:
         parsed = parse(value)
-        if isinstance(value, (int, float)) and value != 0 and _is_written(info):
+        if isinstance(value, (int, float)) and value != 0 and info.context is WRITTEN:
             raise _no_unit(value, what)
         return parsed
 
@@ -148,7 +143,7 @@ def _with_unit(parse: Callable[[Any], Any], what: str) -> Callable[[Any, Validat
 
 
 def _size_of_a_tier(value: Any, info: ValidationInfo) -> Any:
-    if isinstance(value, int) and _is_written(info) and value < TIER_BYTES_MIN:
+    if isinstance(value, int) and info.context is WRITTEN and value < TIER_BYTES_MIN:
         raise ValueError(f"must be at least {exact_size(TIER_BYTES_MIN)}")
     return value
 

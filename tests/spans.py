@@ -15,6 +15,7 @@ from hicache import tracing
 from hicache.backends.calls import CallResult
 from hicache.cache.prefetch_states import State
 from hicache.cache.statistics import SKIP_REASONS
+from hicache.hints import KINDS, OutcomeStatus
 from hicache_lab.devservers.ports import LOOPBACK
 
 # All attributes of spans, see docs/tracing.md.
@@ -22,8 +23,9 @@ COUNTS = frozenset({
     "pages", "hit_pages", "bytes", "pool_hits", "store_hits", "misses", "shared_reads", "shared_writes", "status",
 })
 OUTCOMES = frozenset({
-    *CallResult, *SKIP_REASONS, "loaded", "failed", "cancelled", State.ARRIVED.value, State.ENDED.value,
+    *CallResult, *SKIP_REASONS, "loaded", "failed", "cancelled", State.ARRIVED.value, State.ENDED.value, *OutcomeStatus,
 })
+ACTIONS = frozenset({*KINDS, "unknown"})
 STORES = frozenset({"memory", "file", "remote", "storage", "troubled"})
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT_ID = "b7ad6b7169203331"
@@ -64,7 +66,7 @@ class Spans(SpanProcessor):
                 if name in COUNTS:
                     assert type(value) is int, (span.name, name)
                 else:
-                    assert value in {"store": STORES, "outcome": OUTCOMES}[name], (span.name, name)
+                    assert value in {"store": STORES, "outcome": OUTCOMES, "action": ACTIONS}[name], (span.name, name)
 
     def trees(self) -> str:
         """Return the spans with a parent elsewhere, and below each its children, in the order of their starts."""

@@ -144,6 +144,15 @@ results = iter([False, True])
 llm = SimpleNamespace(reset_prefix_cache=lambda reset_connector: next(results))
 llm.llm_engine = SimpleNamespace(step=lambda: None)
 """
+HINTS = """
+from typing import Any
+client: Any = None
+model, admin_socket, messages = "", "", [{"role": "user", "content": ""}]
+def hints(session_id: str, actions: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    return {}
+def send(admin_socket: str, session_id: str, actions: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    return []
+"""
 # A little of each public trace, in the columns and fields that its page names.
 SESSION_FILES = """
 import json
@@ -185,6 +194,7 @@ SETUPS = {
         CONFIG + "from hicache import create_cache",
     ],
     "docs/engines.md": [VLLM],
+    "docs/hints.md": ["", *[HINTS] * 4],
     "docs/host_cache.md": [HOST, WORKERS],
     "docs/reliability.md": [CONFIG + CACHE],
     "docs/servers.md": ["", SERVER],
@@ -192,6 +202,7 @@ SETUPS = {
     "docs/tracing.md": [CONFIG + CACHE],
 }
 NOT_RUN = {
+    "docs/hints.md": "it needs an engine: tests/engines/test_vllm_hints.py",
     "docs/backends/redis.md": "it needs an account of a cloud; tests/backends/redis/test_redis_credentials.py has a "
     "provider on a real server",
     "docs/backends/s3.md": "tests/backends/s3/test_s3_http.py runs it on a real server",

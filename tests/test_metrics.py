@@ -215,7 +215,8 @@ def test_series_start_at_zero_before_their_first_event() -> None:
         worker_errors={"io:KeyError": 2, "backup:ThreadDied": 1},
         backends=(dataclasses.replace(store, statistics=statistics, guard=guard),),
     )
-    after = found_in(cache_collector(lambda: dataclasses.replace(state, controller=controller)))
+    hints = {("kv.pin", "clipped"): 1, ("unknown", "rejected"): 1}
+    after = found_in(cache_collector(lambda: dataclasses.replace(state, controller=controller, hints=hints)))
     counts = {key: value for key, value in after.items() if key[0].endswith(("_total", "_count"))}
     assert set(counts) <= set(before)
     assert sum(value for (name, _), value in counts.items() if name == "hicache_backend_errors_total") == len(errors)

@@ -17,10 +17,7 @@ __all__ = ["serve_configured"]
 
 
 def serve_configured(
-    config: HiCacheConfig,
-    cache: TreeCache | HostCache,
-    namespace: Namespace,
-    *,
+    config: HiCacheConfig, cache: TreeCache | HostCache, namespace: Namespace, *,
     environ: Mapping[str, str] | None = None,
 ) -> AdminServer | None:
     """Serve the admin surface of `cache`, built from `config` and `namespace`, as the section `admin` configures it.

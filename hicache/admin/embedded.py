@@ -33,6 +33,7 @@ from ..cache.tiered import Warming
 from ..config import HiCacheConfig
 from ..config.secret import read_secret
 from ..errors import AdminError
+from ..hints import HintsEnvelope, Outcome
 from ..keys import BIGRAM_BYTES, PAGE_KEY_BYTES, Namespace, RadixKey
 from .access import AdminAccess, PeerProtocol
 from .models import LookupRequest, NamespaceStatus, PinRequest, PinStatus, Quota, Status, TierStatus
@@ -215,15 +216,12 @@ class EmbeddedCache:
     def pin(self, request: PinRequest) -> PinStatus:
         """See AdminTarget. A pin ends `ttl_s` after a request has used all of it."""
         cache = self._cache
-        if not isinstance(cache, HiRadixCache):
-            raise AdminError("unsupported", "pins: not supported, because the engine manages its device pages itself")
         self._require_alone("pin")
-        if request.tokens is None:
-            raise AdminError("invalid", "tokens: an embedded cache pins a prompt prefix; pass its token ids")
         with self._lock:
             if len(self._pins) >= PINS_MAX:
                 raise AdminError("too_many", f"the limit of {PINS_MAX} pins is reached; end some")
-        key = self._key(request.tokens)
+        keys = [bytes.fromhex(key) for key in request.keys]
+        key = self._chain_key(keys if request.tokens is None else request.tokens)
         made = self._ask(lambda: cache.pin(key, request.ttl_s))
         if made is None:
             raise AdminError("too_many", "pins would use more than `pin_host_share` of L2; end some, or raise it")
@@ -253,6 +251,11 @@ class EmbeddedCache:
         return PinStatus(
             id=name, namespace=self._digest, pages=pin.pages, asked_pages=asked_pages, expires_in_s=left_s
         )
+
+    def hint(self, envelope: HintsEnvelope) -> Sequence[Outcome]:
+        """See AdminTarget."""
+        self._require_alone("hint")
+        return self._ask(lambda: self._cache.hint(envelope))
 
     # Storage
 
@@ -306,7 +309,7 @@ class EmbeddedCache:
             return self._key(chain)
         if self._cache.tree.position_bytes != PAGE_KEY_BYTES:
             raise AdminError(
-                "unsupported", "warm: this cache finds pages by tokens, not by page keys; pass --tokens or --prompts"
+                "unsupported", "this cache finds pages by tokens, not by page keys; pass --tokens or --prompts"
             )
         return RadixKey.of_hashes(chain)
 

@@ -9,7 +9,6 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from ..backends.base import Direction
 from ..backends.guard import Override, StoreHealth
-from ..backends.guard.breaker import BreakerState
 from ..units import DURATION_MAX_S, SIZE_MAX_BYTES
 
 KEYS_MAX = 4096
@@ -50,12 +49,6 @@ class BreakerStatus(Model):
     override: Override
     reason: str
     opens: int
-
-    @classmethod
-    def of(cls, state: BreakerState, override: Override, reason: str, opens: int) -> BreakerStatus:
-        """Return the status of a breaker."""
-        names: tuple[Literal["closed", "half_open", "open"], ...] = ("closed", "half_open", "open")
-        return cls(state=names[state], override=override, reason=reason, opens=opens)
 
 
 class StoreStatus(Model):
@@ -270,7 +263,7 @@ class WarmRequest(Model):
 
 
 class PinRequest(Model):
-    """Keep a chain in memory: by its page keys in the order of the chain (daemon), or by token ids (embedded cache).
+    """Keep a chain in memory: by its page keys in the order of the chain (daemon, vLLM), or by token ids.
 
     A pin ends `ttl_s` after its last use; in a daemon, after its creation.
     """

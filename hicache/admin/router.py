@@ -23,6 +23,7 @@ from fastapi.routing import APIRoute
 
 from ..backends.base import Direction
 from ..errors import AdminError, BackendError, ConfigError, HiCacheError, InvalidInput, InvariantError
+from ..hints import HintsEnvelope, Outcome
 from ..logs import LimitedLog
 from ..supervised import Beat, SupervisedPool
 from ..units import counted, format_size
@@ -190,13 +191,17 @@ def _problems(error: RequestValidationError) -> str:
 
 
 def _router(target: AdminTarget, access: AdminAccess, jobs: Jobs, calls: _Calls) -> APIRouter:
-    router = APIRouter(prefix=PREFIX, tags=["admin"], route_class=_guarded(access), responses=_REFUSALS)
+    guarded: dict[str, Any] = {"tags": ["admin"], "route_class": _guarded(access), "responses": _REFUSALS}
+    router, hints, both = APIRouter(prefix=PREFIX, **guarded), APIRouter(prefix="/v1", **guarded), APIRouter()
     _add_reading(router, target, calls)
     _add_jobs(router, target, jobs, calls)
     _add_pins(router, target, calls)
     _add_stores(router, target, calls)
     _add_limits(router, target, calls)
-    return router
+    _add_hints(hints, target, calls)
+    both.include_router(router)
+    both.include_router(hints)
+    return both
 
 
 def _add_reading(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
@@ -277,6 +282,14 @@ def _add_pins(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
         """End a pin."""
         request.state.what = f"unpin {pin_id[:16]!r}"
         await calls.run(lambda: target.unpin(pin_id))
+
+
+def _add_hints(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
+    @router.post("/hints")
+    async def hint(body: HintsEnvelope, request: Request) -> list[Outcome]:
+        """Carry out hints about prompts."""
+        request.state.what = f"hints {', '.join(action.action_type[:32] for action in body.actions)}"
+        return list(await calls.run(lambda: target.hint(body)))
 
 
 def _add_stores(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:

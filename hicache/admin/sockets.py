@@ -13,19 +13,17 @@ import socket
 import stat
 import time
 from pathlib import Path
-from typing import Self
 
+from ..config.addresses import SOCKET_PATH_BYTES_MAX
 from ..errors import ConfigError
 
-# The system's limit for the path of a Unix socket, with its final null byte.
-PATH_BYTES_MAX = 107
 BACKLOG = 512
 # An engine that checks whether a daemon is dead holds its lock for microseconds.
 _LOCK_TRIES = 10
 _LOCK_PAUSE_S = 0.02
 
 
-class PrivateSocket:
+class PrivateSocket(contextlib.AbstractContextManager["PrivateSocket"]):
     """A listening Unix socket at `path` and its lock. A context manager that removes the socket file at its end.
 
     `lock` is the lock file, by default `path` with the suffix `.lock`. Creates a missing directory. Raises ConfigError,
@@ -36,8 +34,9 @@ class PrivateSocket:
     def __init__(self, path: Path, what: str, *, lock: Path | None = None) -> None:
         self.path = path
         self._process = os.getpid()
-        if len(os.fsencode(path)) > PATH_BYTES_MAX:
-            raise ConfigError(f"{what}: {str(path)!r} is longer than {PATH_BYTES_MAX} bytes; choose a shorter path")
+        if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+            most = f"{SOCKET_PATH_BYTES_MAX} bytes; choose a shorter path"
+            raise ConfigError(f"{what}: {str(path)!r} is longer than {most}")
         try:
             require_private_directory(path.parent, what)
             self._lock = _hold(lock or path.with_name(f"{path.name}.lock"), what)
@@ -59,9 +58,6 @@ class PrivateSocket:
             self.path.unlink()
         os.close(self._lock)
         self._lock = -1
-
-    def __enter__(self) -> Self:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

@@ -13,7 +13,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..backends.registry import BackendSpec, open_stored, part_specs
+from ..backends.registry import BackendSpec, leaf_specs, open_stored
 from ..backends.storage import Storage, unique_names
 from ..backends.stored import StoredPages
 from ..backends.tools.hottest import HottestChains
@@ -45,7 +45,7 @@ class ConfiguredStores:
     def __init__(self, config: HiCacheConfig, environ: Mapping[str, str] | None = None) -> None:
         environ = os.environ if environ is None else environ
         self.whole = None if config.storage is None else BackendSpec.of(config.storage)
-        found = [] if self.whole is None else list(_leaf_specs(self.whole))
+        found = [] if self.whole is None else [spec for _, spec in leaf_specs(self.whole)]
         names = unique_names([spec.name or spec.type for spec in found])
         self.specs: Mapping[str, BackendSpec] = dict(zip(names, found, strict=True))
         self._keys = PageKeys(config.integrity.keys(environ), config.storage_format.keys(environ))
@@ -131,11 +131,3 @@ def _damaged(store: str, found: Finding) -> DamagedPage:
     return DamagedPage(
         store=store, namespace=found.page.namespace.hex(), key=found.page.key.hex(), damage=found.damage
     )
-
-
-def _leaf_specs(spec: BackendSpec) -> Iterator[BackendSpec]:
-    parts = part_specs(spec.type, spec.options)
-    if not parts:
-        yield spec
-    for part in parts.values():
-        yield from _leaf_specs(part)

@@ -13,6 +13,7 @@ from typing import Protocol, TypeAlias
 from ..backends.base import Direction
 from ..backends.guard import Override
 from ..clock import Clock
+from ..hints import HintsEnvelope, Outcome
 from .models import LookupRequest, PinRequest, PinStatus, Quota, Status, TokenPrefix
 from .stores import ConfiguredStores, LiveStore
 
@@ -85,6 +86,9 @@ class AdminTarget(Protocol):
 
     def pins(self) -> Sequence[PinStatus]:
         """Return the active pins."""
+
+    def hint(self, envelope: HintsEnvelope) -> Sequence[Outcome]:
+        """Carry out hints that do not come with a request. Return an outcome for each action."""
 
     def attach(self, store: str | None) -> None:
         """Use the configured storage, or only one store of it. Returns before it is open."""

@@ -13,8 +13,10 @@ def store_status(namespace: str, leaf: StoreStatistics) -> StoreStatus:
     """Return the status of one store."""
     usage, guard = leaf.usage, leaf.guard
     breakers = {
-        way: BreakerStatus.of(found.state, found.override, found.reason, found.opens)
-        for way, found in (() if guard is None else guard.breakers.items())
+        way: BreakerStatus.model_validate({
+            "state": one.state.name.lower(), "override": one.override, "reason": one.reason, "opens": one.opens,
+        })
+        for way, one in (() if guard is None else guard.breakers.items())
     }
     return StoreStatus(
         name=leaf.name, namespace=namespace, pages=None if usage is None else usage.pages,

@@ -72,15 +72,15 @@ class Attempts:
         """Call `work`; return the kind of its failure, or an empty text."""
         try:
             work(*arguments)
-        except StoreError as error:
-            return error.kind
         except Exception as error:
             return self.contained(error)
         return ""
 
     def contained(self, error: Exception) -> str:
-        """Return the kind of an exception of the driver, which is logged once per class. Exceptions of third-party
-        drivers end here."""
+        """Return the kind of an exception of the driver. An unexpected one is logged once per class: exceptions of
+        third-party drivers end here."""
+        if isinstance(error, StoreError):
+            return error.kind
         name = type(error).__name__
         if name not in self._raised:
             self._raised.add(name)
@@ -94,11 +94,9 @@ class Attempts:
     ) -> tuple[list[bool], list[str]]:
         """Return the driver's answers, an error as False, and the errors. Answers that are missing after a failure are
         left out, and are one error."""
-        found: list[bool] = []
-        errors: list[str] = []
-
-        def take() -> None:
-            for answer in self.driver.find(self._namespace, keys, deadline):
+        found, errors = list[bool](), list[str]()
+        try:  # in place of `_Contained`, for the speed of lookups
+            for answer in itertools.islice(self.driver.find(self._namespace, keys, deadline), len(keys)):
                 if answer is True:
                     found.append(True)
                     continue
@@ -107,29 +105,24 @@ class Attempts:
                     errors.append(kind if isinstance(kind, str) else _WRONG_ANSWER)
                 found.append(False)
                 if to_first_hole:
-                    return
+                    return found, errors
             if len(found) < len(keys):
                 raise StoreError(ErrorKind.INTERNAL)
-
-        kind = self.failure(take)
-        if kind and len(found) < len(keys):
-            errors.append(kind)
-        return found[: len(keys)], errors
+        except Exception as error:
+            errors.append(self.contained(error))
+        return found, errors
 
     def prefix(self, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
         """Return how many of `keys` are stored up to the first hole."""
         if self._finds is None:
             found, errors = self._find(keys, deadline, to_first_hole=True)
             return sum(found), errors
-        finds, pages = self._finds, 0
-        kinds: Sequence[str] = ()
-
-        def ask() -> None:
-            nonlocal pages, kinds
-            pages, kinds = finds.find_prefix(self._namespace, keys, deadline)
-
-        kind = self.failure(ask)
-        return pages, [*kinds, kind] if kind else kinds
+        pages = 0
+        errors = []
+        with _Contained(self, errors):
+            pages, kinds = self._finds.find_prefix(self._namespace, keys, deadline)
+            errors += kinds
+        return pages, errors
 
     def has(self, keys: Sequence[bytes], deadline: float) -> tuple[list[bool], list[str]]:
         """Return for each key whether its page is stored."""
@@ -142,23 +135,17 @@ class Attempts:
             self.limit.note_uses(keys)  # including missing pages: a sweep only reads the uses of listed pages
         if self._touches is None:
             return [], []
-        missing: list[bytes] = []
-        errors: list[str] = []
-        touches = self._touches
-
-        def touch() -> None:
-            for key, answer in zip(keys, touches.touch(self._namespace, keys, deadline), strict=True):
+        missing, errors = list[bytes](), list[str]()
+        with _Contained(self, errors):
+            for key, answer in zip(keys, self._touches.touch(self._namespace, keys, deadline), strict=True):
                 if answer is False:
                     missing.append(key)
                 elif answer is not True:
                     errors.append(answer)
-
-        kind = self.failure(touch)
-        return missing, [*errors, kind] if kind else errors
+        return missing, errors
 
     def remove(self, keys: Sequence[bytes], deadline: float) -> tuple[int, list[str]]:
         """Remove pages; return how many were stored. REQUIRES: no key occurs twice."""
-
         return self._removed(self.driver.remove, self._namespace, keys, deadline)
 
     def clear(self, deadline: float) -> tuple[int, list[str]]:
@@ -188,21 +175,15 @@ class Attempts:
             errors.append(error.kind)
         return removed, errors
 
-    def _removed(
-        self, remove: Callable[..., tuple[int, Sequence[str]]], *arguments: object
-    ) -> tuple[int, list[str]]:
+    def _removed(self, remove: Callable[..., tuple[int, Sequence[str]]], *arguments: object) -> tuple[int, list[str]]:
         removed, errors = 0, list[str]()
-
-        def ask() -> None:
-            nonlocal removed
+        with _Contained(self, errors):
             answer, kinds = remove(*arguments)
-            errors.extend(kinds)
+            errors += kinds
             if type(answer) is not int or answer < 0:
                 raise StoreError(_WRONG_ANSWER)
             removed = answer
-
-        kind = self.failure(ask)
-        return removed, [*errors, kind] if kind else errors
+        return removed, errors
 
     # Pages
 
@@ -216,12 +197,20 @@ class Attempts:
     ) -> tuple[list[GetOutcome], list[str]]:
         """Read and verify pages; remove damaged and expired ones."""
         reads: PageReads[Any] = PageReads(self._codec, keys, pages, deadline, self._clock)
-        if self._retention is not None:
-            reads.valid_s = self._retention.valid_s
+        reads.valid_s = self.valid_s
         outcomes = reads.finish(self.failure(self.driver.read, reads))
         if reads.damaged:
             self._calls.count(corrupt=[one.reason for one in reads.damaged])
-            reads.errors += self._remove_damaged(reads.damaged, deadline)
+            removed, errors = self._remove_found(reads.damaged, deadline)
+            reads.errors += errors
+            failure = f"not removed ({errors[-1]})" if errors else "removed"
+            if not removed and not errors:
+                failure = "not removed (the store has another object by now, or none)"
+            for one in reads.damaged:
+                self._damage_log.warn(
+                    one.reason, "storage %s: page %s of %s failed verification (%s); it counts as a miss and was %s",
+                    self._name, one.key.hex()[:8], self._codec.label or "no label", one.reason, failure,
+                )
         if reads.expired and self._retention is not None:
             removed, errors = self._remove_found(reads.expired, deadline)
             self._retention.note_removed(removed)
@@ -233,19 +222,6 @@ class Attempts:
         until = max(deadline, self._clock() + SETTLE_S)
         founds = {one.key: one.found for one in unwanted}  # a key may occur twice in a read
         return self._removed(self.driver.remove, self._namespace, [*founds], until, [*founds.values()])
-
-    def _remove_damaged(self, damaged: Sequence[Damaged[Any]], deadline: float) -> list[str]:
-        """Remove damaged objects, and log that."""
-        removed, errors = self._remove_found(damaged, deadline)
-        failure = f"not removed ({errors[-1]})" if errors else "removed"
-        if not removed and not errors:
-            failure = "not removed (the store has another object by now, or none)"
-        for one in damaged:
-            self._damage_log.warn(
-                one.reason, "storage %s: page %s of %s failed verification (%s); it counts as a miss and was %s",
-                self._name, one.key.hex()[:8], self._codec.label or "no label", one.reason, failure,
-            )
-        return errors
 
     def write(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
@@ -259,8 +235,7 @@ class Attempts:
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float
     ) -> tuple[list[SetOutcome], list[str]]:
         writes = PageWrites(self._codec, keys, pages, parent, deadline, self._clock)
-        if self._retention is not None:
-            writes.valid_s = self._retention.valid_s
+        writes.valid_s = self.valid_s
         outcomes = writes.finish(self.failure(self.driver.write, writes))
         return outcomes, writes.errors
 
@@ -281,15 +256,11 @@ class Attempts:
     def rejection(self) -> str:
         """Return why the last write was rejected, empty if unknown."""
         found: str | None = None if self.limit is None else self.limit.rejection
-
-        def ask() -> None:
-            nonlocal found
+        errors: list[str] = []
+        with _Contained(self, errors):
             if found is None and isinstance(self.driver, ExplainsRejections):
                 found = self.driver.rejection
-
-        kind = self.failure(ask)
-        if kind:
-            self._calls.count(kind)
+        self._calls.count(*errors)
         return str(found or "")
 
     def explanation(self, cause: str) -> str:
@@ -299,14 +270,11 @@ class Attempts:
 
     def incidents(self) -> Incidents:
         """Return the totals of driver, limit and retention; the last ones if the driver raises. Does not block."""
-
-        def ask() -> None:
+        failed: list[str] = []
+        with _Contained(self, failed):
             if isinstance(self.driver, HasIncidents):
                 self._last_incidents = self.driver.incidents()
-
-        kind = self.failure(ask)
-        if kind:
-            self._calls.count(kind)
+        self._calls.count(*failed)
         found = [self._last_incidents, *(one.incidents() for one in (self.limit, self._retention) if one is not None)]
         errors = Counter[str]()
         for one in found:
@@ -325,3 +293,20 @@ class Attempts:
             raise
         except Exception as error:
             self._calls.count(self.contained(error))
+
+
+class _Contained:
+    """A context in which an exception of the driver ends: its kind is added to `errors`."""
+
+    __slots__ = ("_attempts", "_errors")
+
+    def __init__(self, attempts: Attempts, errors: list[str]) -> None:
+        self._attempts, self._errors = attempts, errors
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: object, where: object) -> bool:
+        if isinstance(error, Exception):
+            self._errors.append(self._attempts.contained(error))
+        return isinstance(error, Exception)

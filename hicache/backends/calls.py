@@ -32,17 +32,15 @@ class Verb(enum.StrEnum):
     __hash__ = str.__hash__  # faster than Enum's, which is a Python function called for each dictionary lookup
     direction: Direction
 
-    EXISTS = "exists", Direction.READ
-    GET = "get", Direction.READ
-    SET = "set", Direction.WRITE
-    DELETE = "delete", Direction.WRITE
-    TOUCH = "touch", Direction.WRITE
+    EXISTS = "exists"
+    GET = "get"
+    SET = "set"
+    DELETE = "delete"
+    TOUCH = "touch"
 
-    def __new__(cls, name: str, direction: Direction) -> Verb:
-        """Make a member."""
-        verb = str.__new__(cls, name)
-        verb._value_, verb.direction = name, direction
-        return verb
+
+for _verb in Verb:
+    _verb.direction = Direction.READ if _verb in (Verb.EXISTS, Verb.GET) else Direction.WRITE
 
 
 class Refusal(enum.StrEnum):
@@ -122,20 +120,19 @@ def check_batch(
     size = codec.frame_bytes
     for page in pages:
         if isinstance(page, PageView):
-            _check_view(codec, page)
+            if page.header.nbytes != HEADER_BYTES or page.nbytes != HEADER_BYTES + codec.payload_bytes:
+                raise InvalidInput(
+                    f"backend: a page in parts must have a header of {HEADER_BYTES} bytes and parts of "
+                    f"{codec.payload_bytes} bytes together, got {page.header.nbytes} and "
+                    f"{page.nbytes - page.header.nbytes}"
+                )
+            if not all(map(_is_writable_bytes, (page.header, *page.parts))):
+                raise InvalidInput(
+                    "backend: header and parts of a page must be contiguous writable bytes; cast them to 'B'"
+                )
         # As in `_is_writable_bytes`, without a call per page.
         elif page.nbytes != size or page.format != "B" or page.ndim != 1 or not page.c_contiguous or page.readonly:
             raise InvalidInput(f"backend: a frame must be {size} contiguous writable bytes; cast it to 'B'")
-
-
-def _check_view(codec: FrameCodec, page: PageView) -> None:
-    if page.header.nbytes != HEADER_BYTES or page.nbytes != HEADER_BYTES + codec.payload_bytes:
-        raise InvalidInput(
-            f"backend: a page in parts must have a header of {HEADER_BYTES} bytes and parts of {codec.payload_bytes} "
-            f"bytes together, got {page.header.nbytes} and {page.nbytes - page.header.nbytes}"
-        )
-    if not all(map(_is_writable_bytes, (page.header, *page.parts))):
-        raise InvalidInput("backend: header and parts of a page must be contiguous writable bytes; cast them to 'B'")
 
 
 def _is_writable_bytes(buffer: memoryview) -> bool:
@@ -276,8 +273,7 @@ class Calls:
             )
 
     def close(self, wait_s: float = math.inf) -> bool:
-        """Reject further calls and wait for those in flight, at most `wait_s`. Return False if it was already closed.
-        """
+        """Reject further calls, and wait for those in flight at most `wait_s`. Return False if already closed."""
         with self._lock:
             first = not self._closed
             self._closed = True

@@ -31,26 +31,20 @@ from .pages import PageReads, PageWrites
 
 # The value by which a store distinguishes a stored object from every other one.
 Found = TypeVar("Found")
+_Found_contra = TypeVar("_Found_contra", contravariant=True)
 # For one key: whether its page is stored, or the kind of the failure.
 Answer: TypeAlias = bool | str
 
 
-@runtime_checkable
-class Driver(Protocol[Found]):
-    """One store. See the module's docstring for the rules of every function."""
-
-    def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> Iterable[Answer]:
-        """Return for each key whether its page is stored. May be a generator: for a prefix, it is read up to the first
-        hole. Does not refresh recency."""
-
-    def read(self, pages: PageReads[Found]) -> None:
-        """Read pages into their buffers and report the outcome of each. Refreshes the recency of hits."""
+class _HasPages(Protocol[_Found_contra]):
+    """What engines, operators' tools and the sweeps of a limit use."""
 
     def write(self, pages: PageWrites) -> None:
-        """Store the missing pages, each whole or not at all, and report the outcome of each."""
+        """Store the missing pages, each whole or not at all, and report the outcome of each. A page with a `used_s`
+        keeps it, if the store records uses."""
 
     def remove(
-        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[Found] | None = None
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[_Found_contra] | None = None
     ) -> tuple[int, Sequence[str]]:
         """Remove pages; return how many were stored, and the kinds of failures. With `found`, which `read` or `pages`
         has reported for these keys, remove only those objects, and not others that have replaced them since. No key
@@ -61,36 +55,34 @@ class Driver(Protocol[Found]):
         namespace if the store can list in that order. Changes nothing. Pages stored or removed at the same time may or
         may not be listed; pages are removed between two of them."""
 
-    def measure(self) -> Usage:
-        """Return the usage of the whole store. May block."""
-
     def close(self) -> None:
         """Release files, sockets and threads. Called once, after all calls have ended. Raises BackendError."""
 
 
 @runtime_checkable
-class Inspects(Protocol):
-    """A driver whose store operators' tools, and the sweeps of a limit, can work on: see `stored`."""
+class Driver(_HasPages[Found], Protocol[Found]):
+    """One store. See the module's docstring for the rules of every function."""
 
-    def pages(self, namespace: str, deadline: float) -> Iterator[StoredPage]:
-        """See Driver."""
+    def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> Iterable[Answer]:
+        """Return for each key whether its page is stored. May be a generator: for a prefix, it is read up to the first
+        hole. Does not refresh recency."""
+
+    def read(self, pages: PageReads[Found]) -> None:
+        """Read pages into their buffers and report the outcome of each. Refreshes the recency of hits."""
+
+    def measure(self) -> Usage:
+        """Return the usage of the whole store. May block."""
+
+
+@runtime_checkable
+class Inspects(_HasPages[Any], Protocol):
+    """A driver whose store operators' tools, and the sweeps of a limit, can work on: see `stored`."""
 
     def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> tuple[bytes, Any] | None:
         """Return the first `bytes_max` bytes of a page as stored, unverified, and the `found` of that object for
         `remove`, None if they may not be from a stored object (see PageReads). Return None if the page is missing. An
         object that is not a sequence of bytes has zero bytes. Raises PageUnreadable if only this page cannot be read.
         """
-
-    def write(self, pages: PageWrites) -> None:
-        """See Driver. A page with a `used_s` keeps it, if the store records uses."""
-
-    def remove(
-        self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[Any] | None = None
-    ) -> tuple[int, Sequence[str]]:
-        """See Driver."""
-
-    def close(self) -> None:
-        """See Driver."""
 
 
 @runtime_checkable
@@ -214,8 +206,7 @@ class SharesSweeps(Protocol):
         """Return True while this engine is the one that sweeps for all. Any thread; does not block."""
 
     def begin_sweep(self, needs_room: bool) -> bool:
-        """Learn the size of the store. Return True if this engine must list and sweep now; False if another one does.
-        """
+        """Learn the size of the store. Return True if this engine must list and sweep now, not another one."""
 
     def continue_sweep(self) -> None:
         """Show the others that the sweep makes progress. Cheap: call it for every page."""

@@ -28,8 +28,7 @@ from typing import TypeAlias, TypeVar
 from ..clock import SYSTEM_CLOCK, Clock
 from ..frame import TagStream, fill, first_bytes, without_first
 from .errors import ErrorKind, StoreError, kind_of_exception, words_of_exception
-from .refreshed import Refreshed
-from .rotated import Rotated
+from .rotated import Refreshed, Rotated
 
 Address: TypeAlias = tuple[socket.AddressFamily, tuple[str | int | bytes, ...] | str]
 T = TypeVar("T")
@@ -105,7 +104,6 @@ class Head:
         if text is not None and not _LENGTH.fullmatch(text):
             raise StoreError(ErrorKind.PROTOCOL, "content-length is not a number")
         return None if text is None else int(text)
-
 
     @property
     def retry_after_s(self) -> float:
@@ -226,16 +224,23 @@ class Connection:
         del self._ahead[: end + len(mark)]
         return found
 
-    def read_into(
-        self, target: Sequence[memoryview], deadline: float, arrived: TagStream | None = None
-    ) -> None:
+    def read_into(self, target: Sequence[memoryview], deadline: float, arrived: TagStream | None = None) -> None:
         """Receive exactly the bytes of `target`; `arrived` gets them in pieces, while they are in the processor's
         cache. Raises OSError, and StoreError if the connection ends before that."""
         size = sum(buffer.nbytes for buffer in target)
         done, left = 0, [buffer for buffer in target if buffer.nbytes]
         while done < size:
             piece = first_bytes(left[: 1 if self._is_tls else _BUFFERS_AT_ONCE], PIECE_BYTES)
-            count = self._take_ahead(piece) or self._receive(piece, deadline)
+            if self._ahead:  # came with a head
+                count = min(len(self._ahead), sum(buffer.nbytes for buffer in piece))
+                fill(piece, self._ahead[:count])
+                del self._ahead[:count]
+            else:
+                self._limit(deadline)
+                count = (
+                    self._sock.recv_into(piece[0]) if self._is_tls
+                    else self._sock.recvmsg_into(piece, 0, socket.MSG_WAITALL)[0]
+                )
             if not count:
                 raise StoreError(ErrorKind.SHORT_BODY, f"{done} of {size} bytes arrived")
             if arrived is not None:
@@ -244,30 +249,26 @@ class Connection:
             left = without_first(left, count)
             done += count
 
-    def _take_ahead(self, target: Sequence[memoryview]) -> int:
-        """Move bytes that came with a head to `target`; return how many."""
-        count = min(len(self._ahead), sum(buffer.nbytes for buffer in target))
-        fill(target, self._ahead[:count])
-        del self._ahead[:count]
-        return count
-
-    def _receive(self, target: Sequence[memoryview], deadline: float) -> int:
-        self._limit(deadline)
-        if self._is_tls:
-            return self._sock.recv_into(target[0])
-        return self._sock.recvmsg_into(target, 0, socket.MSG_WAITALL)[0]
-
     def read_body(self, head: Head, bytes_max: int, deadline: float) -> bytes:
         """Read the body of a small reply. Raises OSError, and StoreError if it is longer than `bytes_max` or cut
         off."""
         if head.is_chunked:
             return self._read_chunks(bytes_max, deadline)
         length = head.length
-        if length is None:
-            return self._read_to_end(bytes_max, deadline)
-        if length > bytes_max:
-            raise StoreError(ErrorKind.PROTOCOL, f"a reply of {length} bytes, more than the limit of {bytes_max}")
-        return self.read_exactly(length, deadline)
+        if length is not None:
+            if length > bytes_max:
+                raise StoreError(ErrorKind.PROTOCOL, f"a reply of {length} bytes, more than the limit of {bytes_max}")
+            return self.read_exactly(length, deadline)
+        self._has_closing_reply = True
+        while len(self._ahead) <= bytes_max:
+            self._limit(deadline)
+            data = self._sock.recv(_RECEIVED_AT_ONCE)
+            if not data:
+                body = bytes(self._ahead)
+                self._ahead.clear()
+                return body
+            self._ahead += data
+        raise StoreError(ErrorKind.PROTOCOL, f"a reply of more than {bytes_max} bytes")
 
     def _read_chunks(self, bytes_max: int, deadline: float) -> bytes:
         """Read a body in chunks (RFC 9112, 7.1), of at most `bytes_max` bytes plus a sixteenth of that around the
@@ -305,19 +306,6 @@ class Connection:
             data += piece
         return bytes(data)
 
-    def _read_to_end(self, bytes_max: int, deadline: float) -> bytes:
-        self._has_closing_reply = True
-        while True:
-            if len(self._ahead) > bytes_max:
-                raise StoreError(ErrorKind.PROTOCOL, f"a reply of more than {bytes_max} bytes")
-            self._limit(deadline)
-            data = self._sock.recv(_RECEIVED_AT_ONCE)
-            if not data:
-                body = bytes(self._ahead)
-                self._ahead.clear()
-                return body
-            self._ahead += data
-
     def finish(self) -> None:
         """Record that the reply was read to its end."""
         self.is_reusable = not self._has_closing_reply and not self._ahead
@@ -343,14 +331,6 @@ def user_of_peer(sock: socket.socket) -> int:
     return int(_PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))[1])
 
 
-def _require_own_peer(sock: socket.socket, *, of_any_user: bool) -> None:
-    """Raise StoreError unless the process that listens on a Unix socket is this user's or root's, or `of_any_user` is
-    set and this user is root."""
-    user = user_of_peer(sock)
-    if user not in (os.geteuid(), 0) and not (of_any_user and os.geteuid() == 0):
-        raise StoreError(ErrorKind.ACCESS_DENIED, f"the socket belongs to a process of user {user}, not of this user")
-
-
 def resolve(server: Server) -> Sequence[Address]:
     """Return the addresses of the server's name. Blocks without a limit in the resolver. Raises StoreError."""
     if server.socket:
@@ -373,12 +353,7 @@ class ConnectionPool:
         self._idle: list[Connection] = []
 
     def exchange(
-        self,
-        head: bytes,
-        body: Sequence[memoryview],
-        read: Callable[[Connection, Head], T],
-        deadline: float,
-        *,
+        self, head: bytes, body: Sequence[memoryview], read: Callable[[Connection, Head], T], deadline: float, *,
         may_repeat: bool = True,
     ) -> T:
         """Send a request and return the result of `read` for its reply. If an idle connection was closed, use another
@@ -448,7 +423,10 @@ class ConnectionPool:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             sock.connect(address)
             if family == socket.AF_UNIX:
-                _require_own_peer(sock, of_any_user=server.of_any_user)
+                user, own = user_of_peer(sock), os.geteuid()
+                if user not in (own, 0) and not (server.of_any_user and own == 0):
+                    words = f"the socket belongs to a process of user {user}, not of this user"
+                    raise StoreError(ErrorKind.ACCESS_DENIED, words)
             if server.tunnel:
                 self._ask_proxy(sock, deadline)
             if server.tls is not None:

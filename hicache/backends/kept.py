@@ -98,8 +98,7 @@ class KeptFrames:
     # On workers
 
     def find(self, keys: Sequence[bytes], namespace: bytes) -> list[bool]:
-        """Return which of `keys` are here, and refresh them: the following read needs room, for which others are freed.
-        """
+        """Return which of `keys` are here, and refresh them: the read that follows needs room, which others give."""
         if namespace != self._namespace:
             return [False] * len(keys)
         with self._lock:
@@ -152,7 +151,7 @@ class KeptDriver:
     """See the module's docstring. A page can be read once: then its copy is on L2.
 
     Pages that are written are sealed in their frames, where the next process finds them. REQUIRES: it is the only store
-    that gets them.
+    that gets them. `Driver` documents the functions.
     """
 
     def __init__(self, codec: FrameCodec, frames: KeptFrames) -> None:
@@ -164,7 +163,6 @@ class KeptDriver:
         return self._frames.find(keys, namespace)
 
     def read(self, pages: PageReads[int]) -> None:
-        """See Driver."""
         for position in pages:
             key = pages.keys[position]
             page = self._frames.take(key, pages.codec.namespace)
@@ -190,7 +188,6 @@ class KeptDriver:
         return (self._frames.remove(keys) if found is None and namespace == self._codec.namespace else 0), ()
 
     def pages(self, namespace: str, deadline: float) -> Iterator[StoredPage]:
-        """See Driver."""
         space, size = self._codec.namespace, self._codec.frame_bytes
         if space.hex().startswith(namespace):
             keys = self._frames.keys()
@@ -223,13 +220,10 @@ class _KeptFirst(Levels):
         return self._storage.batch_touch(keys, deadline=call.deadline, errors=call.report)
 
     def may_pass(self, direction: Direction) -> bool:
-        """See StoreGroup."""
         return self._storage.may_pass(direction)
 
 
-def open_kept(
-    codec: FrameCodec, frames: KeptFrames, storage: Storage | None, clock: Clock = SYSTEM_CLOCK
-) -> Storage:
+def open_kept(codec: FrameCodec, frames: KeptFrames, storage: Storage | None, clock: Clock = SYSTEM_CLOCK) -> Storage:
     """Return storage of the kept frames: in front of `storage`, or alone, and then computed pages are sealed in their
     frames. Owns `storage`."""
     kept = Store(KeptDriver(codec, frames), codec, UNGUARDED, name="kept", clock=clock)

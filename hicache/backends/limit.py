@@ -46,11 +46,11 @@ from ..errors import BackendError, InvalidInput
 from ..frame import FrameCodec, PageBuffer
 from ..keys import PAGE_KEY_BYTES
 from ..units import format_size
-from .adaptive import AdaptivePages
 from .base import EvictionListener, PageId, SetOutcome, StoredPage
 from .calls import parent_outside, parents_of
 from .chains import Chains, parent_in, read_header
 from .driver import Incidents, SharesSweeps, Swept
+from .order import AdaptivePages
 from .stored import StoredPages
 
 _log = logging.getLogger(__name__)
@@ -179,14 +179,8 @@ class CapacityLimit:
     """
 
     def __init__(
-        self,
-        codec: FrameCodec,
-        stored: StoredPages,
-        *,
-        capacity_bytes: int,
-        list_interval_s: float = LIST_INTERVAL_S,
-        adaptive: bool = False,
-        clock: Clock = SYSTEM_CLOCK,
+        self, codec: FrameCodec, stored: StoredPages, *, capacity_bytes: int, list_interval_s: float = LIST_INTERVAL_S,
+        adaptive: bool = False, clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         size = codec.frame_bytes
         if type(capacity_bytes) is not int or capacity_bytes < size:
@@ -218,10 +212,6 @@ class CapacityLimit:
         self._sweeps = BackgroundTask(
             "limit", self._sweep_once, backoff=self._backoff, on_error=lambda: self._count("internal"), clock=clock
         )
-
-    def start(self) -> None:
-        """Begin the first listing."""
-        self._sweeps.wake()
 
     def incidents(self) -> Incidents:
         """Return the errors and evictions so far."""
@@ -333,6 +323,8 @@ class CapacityLimit:
         """Begin a listing: removed pages make room after it."""
         self._sweeps.wake(self._not_before)
 
+    start = sweep_soon  # the first listing
+
     def stop(self) -> None:
         """Reject the calls that wait for the first listing. Does not block."""
         with self._state:
@@ -356,8 +348,12 @@ class CapacityLimit:
                 self._list()
                 self._sweep()
                 self._backoff.reset()
-            elif not self._ledger.is_listed:
-                self._measure()
+            elif not self._ledger.is_listed:  # learn the size from a listing, without a sweep
+                with self._state:
+                    self._ledger.begin_listing()
+                total = sum(page.bytes for page in takewhile(lambda page: not self._closed, self._stored.pages()))
+                if not self._closed:
+                    self._end_listing(total)
             if self._shared is not None:
                 ended_s = self._clock()
                 pause_s = max(PAUSE_S_MIN, _PAUSE_DUTY * (ended_s - began_s))
@@ -394,19 +390,11 @@ class CapacityLimit:
                 ledger = self._ledger
                 ledger.limit_bytes = max(0, min(ledger.capacity_bytes, ledger.used_bytes + free))
 
-    def _measure(self) -> None:
-        """Learn the size of the store from a listing, for an engine that does not sweep."""
-        with self._state:
-            self._ledger.begin_listing()
-        total = sum(page.bytes for page in takewhile(lambda page: not self._closed, self._stored.pages()))
-        if not self._closed:
-            self._end_listing(total)
-            self._limit_to_space()
-
     def _end_listing(self, total: int) -> None:
         with self._state:
             self._ledger.end_listing(total + (0 if self._shared is None else self._shared.unpublished_bytes))
             self._state.notify_all()
+        self._limit_to_space()
 
     def _list(self) -> None:
         """List the store. After a failure, the next listing gets the stores and uses that wait for this one."""
@@ -446,7 +434,6 @@ class CapacityLimit:
         chains.keep(seen)
         self._listed_s, self._listed_pages = began_s, count
         self._end_listing(total)
-        self._limit_to_space()
 
     def _use_of(self, listed: StoredPage, began_s: float) -> float | None:
         """Return the use of a page that the listing shows, by this engine's clock: never later than the listing, and

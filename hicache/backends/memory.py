@@ -12,10 +12,9 @@ from collections.abc import Iterator, Sequence
 from ..errors import InvalidInput, InvariantError
 from ..frame import FrameCodec
 from ..units import parse_size
-from .adaptive import AdaptivePages
 from .base import EvictionListener, StoredPage, Usage
 from .driver import Incidents
-from .order import EvictionOrder
+from .order import AdaptivePages, EvictionOrder
 from .pages import PageReads, PageWrites
 
 _SPACE_BYTES = 32  # of a namespace
@@ -26,7 +25,7 @@ class MemoryDriver:
 
     With `capacity_bytes` it evicts the least recently used page without children, so tails before heads. A batch does
     not evict its own pages or their ancestors. With `adaptive` it evicts pages last that this keeps. Raises
-    InvalidInput for a capacity that is not a positive number.
+    InvalidInput for a capacity that is not a positive number. `Driver` documents the functions.
     """
 
     def __init__(self, capacity_bytes: int | None = None, adaptive: AdaptivePages | None = None) -> None:
@@ -42,11 +41,9 @@ class MemoryDriver:
         self._listeners: dict[bytes, EvictionListener] = {}
 
     def watch_evictions(self, namespace: bytes, listener: EvictionListener) -> None:
-        """See ReportsEvictions."""
         self._listeners[namespace] = listener
 
     def touch(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See Touches."""
         names = [namespace + key for key in keys]
         with self._lock:
             self._order.use(names)
@@ -55,12 +52,10 @@ class MemoryDriver:
             return [name in self._pages for name in names]
 
     def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[bool]:
-        """See Driver."""
         with self._lock:
             return [namespace + key in self._pages for key in keys]
 
     def read(self, pages: PageReads[bytes]) -> None:
-        """See Driver."""
         hits: list[bytes] = []
         for position in pages:
             name = pages.codec.namespace + pages.keys[position]
@@ -129,7 +124,6 @@ class MemoryDriver:
     def remove(
         self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[bytes] | None = None
     ) -> tuple[int, Sequence[str]]:
-        """See Driver."""
         removed = 0
         with self._lock:
             for number, key in enumerate(keys):
@@ -148,17 +142,14 @@ class MemoryDriver:
                 yield StoredPage(name[:_SPACE_BYTES], name[_SPACE_BYTES:], len(stored), None, identity=stored)
 
     def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> tuple[bytes, bytes] | None:
-        """See Inspects."""
         stored = self.peek(page.namespace, page.key)
         return None if stored is None else (stored[:bytes_max], stored)
 
     def measure(self) -> Usage:
-        """See Driver."""
         with self._lock:
             return Usage(len(self._pages), self._bytes, self._capacity_bytes)
 
     def incidents(self) -> Incidents:
-        """See HasIncidents."""
         return Incidents(evicted_pages=self._evicted_pages)
 
     def close(self) -> None:
@@ -195,9 +186,7 @@ class MemoryDriver:
             self._pages[name] = stored
 
 
-def open_memory(
-    codec: FrameCodec, capacity: int | str | None = None, eviction_policy: str = "lru"
-) -> MemoryDriver:
+def open_memory(codec: FrameCodec, capacity: int | str | None = None, eviction_policy: str = "lru") -> MemoryDriver:
     """Open an empty store of the type `memory`, in which pages of any size have room. `capacity` is in bytes, or a text
     such as `16GiB`; `eviction_policy` is `lru` or `adaptive`. Raises InvalidInput."""
     if eviction_policy not in ("lru", "adaptive"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 
@@ -10,6 +11,7 @@ from ..clock import SYSTEM_CLOCK, Clock
 from ..config import HiCacheConfig
 from ..errors import ConfigError
 from ..frame import Compression, FrameCodec, TagKind
+from ..keys import Namespace
 from .registry import BackendSpec, open_spec
 from .storage import Storage
 
@@ -36,27 +38,16 @@ class StorageOpener:
         environ = os.environ if environ is None else environ
         chosen = config.storage_format
         self.spec = None if config.storage is None else BackendSpec.of(config.storage)
-        self._tag = TagKind[config.integrity.tag.upper()]
-        self._mac_keys = config.integrity.keys(environ)
-        self._encryption_keys = chosen.keys(environ)
-        self._compression: Compression | None = None
-        if chosen.compression != "none":
-            planes = element_bytes == _PLANES_ELEMENT_BYTES
-            self._compression = Compression(byte_planes=planes)
+        compression = Compression(byte_planes=element_bytes == _PLANES_ELEMENT_BYTES)
+        self._codec = functools.partial(
+            FrameCodec, tag=TagKind[config.integrity.tag.upper()], mac_keys=config.integrity.keys(environ),
+            encryption_keys=chosen.keys(environ), compression=None if chosen.compression == "none" else compression,
+            clock=clock,
+        )
 
     def codec(self, namespace: bytes, payload_bytes: int, *, weights_epoch: int, label: str) -> FrameCodec:
         """Return the codec that seals and verifies pages of the namespace with this digest. Raises as FrameCodec."""
-        return FrameCodec(
-            namespace,
-            payload_bytes,
-            tag=self._tag,
-            mac_keys=self._mac_keys,
-            encryption_keys=self._encryption_keys,
-            compression=self._compression,
-            weights_epoch=weights_epoch,
-            label=label,
-            clock=self._clock,
-        )
+        return self._codec(namespace, payload_bytes, weights_epoch=weights_epoch, label=label)
 
     def open(self, codec: FrameCodec, part: BackendSpec | None = None) -> Storage:
         """Open the store, or a `part` of it, with the pages of `codec`, behind its guard. Blocks and raises as
@@ -65,3 +56,8 @@ class StorageOpener:
         if spec is None:
             raise ConfigError("storage: is not configured; add the section `storage` with the type of the store")
         return open_spec(spec, codec, self._clock)
+
+    def open_namespace(self, namespace: Namespace) -> Storage:
+        """Open the store for the pages of an engine, as `open`."""
+        size, epoch = namespace.shape.payload_bytes, namespace.weights_epoch
+        return self.open(self.codec(namespace.digest, size, weights_epoch=epoch, label=namespace.name))

@@ -59,6 +59,7 @@ class _Pages(Generic[Outcome]):
     `clock`. Pages that were stored outside the Unix times `valid_s` are expired."""
 
     valid_s = FOREVER
+    _error: Outcome
 
     def __init__(
         self, codec: FrameCodec, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float, clock: Clock
@@ -87,13 +88,18 @@ class _Pages(Generic[Outcome]):
         """Return the reported outcome of a page, or None."""
         return self._outcomes[position]
 
-    def _fail_open(self, kind: str, error: Outcome) -> list[Outcome]:
+    def fail(self, position: int, kind: str) -> None:
+        """Report that a page could not be read or written; no part of it is visible then. Reverts `stored`."""
+        self._outcomes[position] = self._error
+        self.errors.append(kind)
+
+    def finish(self, kind: str = "") -> list[Outcome]:
         """Fail the pages without an outcome, for `kind` or the deadline, and return all outcomes."""
         unsettled = self._outcomes.count(None)
         if unsettled:
             why = kind or (ErrorKind.DEADLINE if self.is_late else ErrorKind.INTERNAL)
             self.errors += [why] * unsettled
-            self._outcomes = [error if outcome is None else outcome for outcome in self._outcomes]
+            self._outcomes = [self._error if outcome is None else outcome for outcome in self._outcomes]
         elif kind and not self.errors:
             self.errors.append(kind)
         return cast(list[Outcome], self._outcomes)
@@ -109,6 +115,8 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
     was not read. It is None if the answer may not be a stored object: a gateway, a proxy or a mount may have answered
     instead of the store. Without it a damaged page fails and stays.
     """
+
+    _error = GetOutcome.ERROR
 
     def __init__(
         self, codec: FrameCodec, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float,
@@ -131,9 +139,8 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
         return self.codec.fits(stored_bytes)
 
     def buffers(self, position: int, stored_bytes: int | None = None) -> list[memoryview]:
-        """Return the buffers for the stored bytes of a page, in order: for the first `stored_bytes`, or for all
-        `codec.frame_bytes`.
-        """
+        """Return the buffers for the first `stored_bytes` bytes of a stored page, in order; for None, for all of a
+        frame."""
         buffers = self.codec.buffers(self.pages[position])
         return buffers if stored_bytes is None else first_bytes(buffers, stored_bytes)
 
@@ -206,15 +213,6 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
         """Report that a page is not stored."""
         self._outcomes[position] = GetOutcome.MISS
 
-    def fail(self, position: int, kind: str) -> None:
-        """Report that a page could not be read."""
-        self._outcomes[position] = GetOutcome.ERROR
-        self.errors.append(kind)
-
-    def finish(self, kind: str = "") -> list[GetOutcome]:
-        """Fail the remaining pages, for `kind` or the deadline, and return all outcomes."""
-        return self._fail_open(kind, GetOutcome.ERROR)
-
 
 class PageWrites(_Pages[SetOutcome]):
     """The pages of a `batch_set`, each key once: `keys` and `parents`, head first. See the module's docstring.
@@ -223,14 +221,11 @@ class PageWrites(_Pages[SetOutcome]):
     a missing page, so the remaining ones count as rejected too.
     """
 
+    _error = SetOutcome.ERROR
+
     def __init__(
-        self,
-        codec: FrameCodec,
-        keys: Sequence[bytes],
-        pages: Sequence[PageBuffer],
-        parent: bytes | None,
-        deadline: float,
-        clock: Clock = SYSTEM_CLOCK,
+        self, codec: FrameCodec, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None,
+        deadline: float, clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         first_of: dict[bytes, int] = {}
         for place, key in enumerate(keys):
@@ -298,16 +293,11 @@ class PageWrites(_Pages[SetOutcome]):
         if kind:
             self.errors.append(kind)
 
-    def fail(self, position: int, kind: str) -> None:
-        """Report that a page could not be written, and no part of it is visible. Reverts `stored`."""
-        self._outcomes[position] = SetOutcome.ERROR
-        self.errors.append(kind)
-
     def finish(self, kind: str = "") -> list[SetOutcome]:
         """Settle the remaining pages and return the outcomes of all keys of the call, including repeated ones."""
         for position in range(self.rejected_from, len(self.keys)):
             self._outcomes[position] = self._outcomes[position] or SetOutcome.REJECTED
-        known = dict(zip(self.keys, self._fail_open(kind, SetOutcome.ERROR), strict=True))
+        known = dict(zip(self.keys, super().finish(kind), strict=True))
         outcomes: list[SetOutcome] = []
         for key in self._all_keys:
             outcomes.append(known[key])

@@ -16,7 +16,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, TypeAlias, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -24,7 +24,7 @@ from typing import Any, TypeAlias, TypeVar, cast, get_args, get_origin, get_type
 from ..clock import SYSTEM_CLOCK, Clock
 from ..config.guard import GuardConfig
 from ..config.section import Section, build
-from ..config.storage import STORAGE_SECTIONS, PartConfig, StorageConfig, parts_of
+from ..config.storage import STORAGE_SECTIONS, StorageConfig, parts_of
 from ..errors import ConfigError, InvalidInput
 from ..frame import FrameCodec
 from ..units import parse_size
@@ -56,14 +56,8 @@ _BUILT_IN: Mapping[str, str] = {
     "mooncake": "hicache.backends.mooncake:MooncakeDriver",
     "remote": "hicache.backends.remote:RemoteDriver",
 }
-# The factories for commands of the built-in backends: those whose stores outlive an engine and can be listed.
-_INSPECTED: Mapping[str, str] = {
-    "file": "hicache.backends.file.inspection:FileInspection",
-    "shared_files": "hicache.backends.shared_files:SharedFilesDriver",
-    "redis": "hicache.backends.redis:RedisDriver",
-    "s3": "hicache.backends.s3:S3Driver",
-    "mooncake": "hicache.backends.mooncake:MooncakeDriver",
-}
+# The built-in backends for commands: those whose stores outlive an engine and can be listed.
+_INSPECTED = frozenset({"file", "shared_files", "redis", "s3", "mooncake"})
 # The built-in backends whose `capacity` is enforced by `limit`, because their servers have no such limit.
 _LIMITED = frozenset({"redis", "s3", "shared_files"})
 # The built-in backends with a `max_age`. Redis removes expired pages itself; in the others a sweep does.
@@ -96,17 +90,22 @@ def part_specs(type_name: str, options: Options) -> dict[str, BackendSpec]:
     """
     found: dict[str, BackendSpec] = {}
     for part in parts_of(_checked(type_name, options)) if type_name in STORAGE_SECTIONS else ():
-        name = _part_name(part, found)
+        kind = part.storage.type
+        number = 1 + sum(taken == kind or taken.startswith(f"{kind}-") for taken in found)
+        name = part.name or (kind if number == 1 else f"{kind}-{number}")
         if name in found:
             raise ConfigError(f"backend {type_name}: two of its parts are named {name!r}; rename one of them")
         found[name] = BackendSpec.of(part.storage, name)
     return found
 
 
-def _part_name(part: PartConfig, others: Mapping[str, object]) -> str:
-    kind = part.storage.type
-    number = 1 + sum(taken == kind or taken.startswith(f"{kind}-") for taken in others)
-    return part.name or (kind if number == 1 else f"{kind}-{number}")
+def leaf_specs(spec: BackendSpec, name: str | None = None) -> Iterator[tuple[str, BackendSpec]]:
+    """Yield a store with `name` (by default its type), or all stores of a composition with names such as `a/b`."""
+    parts = part_specs(spec.type, spec.options)
+    if not parts:
+        yield name or spec.type, spec
+    for own, part in parts.items():
+        yield from leaf_specs(part, own if name is None else f"{name}/{own}")
 
 
 def _checked(type_name: str, options: Options, factory: Callable[..., object] | None = None) -> Options:
@@ -117,12 +116,11 @@ def _checked(type_name: str, options: Options, factory: Callable[..., object] | 
     """
     known: Any = STORAGE_SECTIONS.get(type_name)
     section: Any = _section_of(factory) if known is None else known.model_fields["options"].annotation
-    checked: Options = options
-    if section is None or not isinstance(options, section):
-        if not isinstance(options, Mapping):
-            raise ConfigError(f"backend {type_name}: does not take a {type(options).__name__}; pass options by name")
-        checked = options if section is None else build(section, options, f"backend {type_name}")
-    return checked
+    if section is not None and isinstance(options, section):
+        return cast(Options, options)
+    if not isinstance(options, Mapping):
+        raise ConfigError(f"backend {type_name}: does not take a {type(options).__name__}; pass options by name")
+    return options if section is None else cast(Options, build(section, options, f"backend {type_name}"))
 
 
 def _section_of(factory: Callable[..., object] | None) -> type[Section] | None:
@@ -257,12 +255,12 @@ def open_stored(spec: BackendSpec) -> StoredPages:
     Raises ConfigError for a backend whose store cannot be listed, or if it rejects its options; BackendError as the
     backend does.
     """
-    built_in = _INSPECTED.get(spec.type)
     factory, own, _ = _resolve(spec.type, spec.options)
     made = _check_result(spec.type, factory)
-    if built_in is not None:
-        factory = cast(Factory, _load(spec.type, EntryPoint(spec.type, built_in, ENTRY_POINT_GROUP)))
-    elif spec.type in _BUILT_IN or made is None or not issubclass(made, Inspects):
+    if spec.type == "file":  # without the lock of an engine
+        place = EntryPoint("file", "hicache.backends.file.inspection:FileInspection", ENTRY_POINT_GROUP)
+        factory = cast(Factory, _load("file", place))
+    elif spec.type not in _INSPECTED and (spec.type in _BUILT_IN or made is None or not issubclass(made, Inspects)):
         raise ConfigError(f"backend {spec.type}: cannot be listed; use one of {', '.join(sorted(_INSPECTED))}")
     return StoredPages(cast(Inspects, _call(spec.type, factory, own, None)), spec.name or spec.type)
 

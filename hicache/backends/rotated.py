@@ -1,21 +1,22 @@
-"""Passwords, tokens and certificates from files that may be replaced while this process runs.
+"""Values that are loaded again while this process runs: `Rotated` from files, `Refreshed` from blocking functions.
 
-Tools replace such a file by a rename, by writing into it, or, as Kubernetes does for all files of a Secret at once, by
-moving a link on the path (`..data`) to another directory. Each of these changes the state that `os.stat` reports for
-the path. So `get` asks for it at each use, which takes a few microseconds per file, and reads the files again if it
-differs; no thread watches them. Use `get` where a connection, a login or a request begins: a connection stays valid
-until its server closes it.
+Passwords, tokens and certificates are in files that tools replace by a rename, by writing into them, or, as Kubernetes
+does for all files of a Secret at once, by moving a link on the path (`..data`) to another directory. Each of these
+changes the state that `os.stat` reports for the path. So `get` asks for it at each use, which takes a few microseconds
+per file, and reads the files again if it differs; no thread watches them. Use `get` where a connection, a login or a
+request begins: a connection stays valid until its server closes it.
 
 The state of a file on a network may be out of date, and its content never is. So `run` also reads the files after a
 rejection.
 
-Locking design: `_lock` is held while the files are read; `get` takes it only if their state differs. Every field is one
-reference, which is replaced as a whole.
+Locking design: `_lock` of a Rotated is held while the files are read; `get` takes it only if their state differs. Every
+field is one reference, which is replaced as a whole. `Refreshed` has its own paragraph.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import os
 import ssl
 import threading
@@ -23,6 +24,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Generic, TypeAlias, TypeVar
 
+from ..background import BackgroundTask
+from ..backoff import Backoff
+from ..clock import SYSTEM_CLOCK, Clock
 from ..config.files import require_readable
 from ..errors import ConfigError
 from .errors import ErrorKind, StoreError
@@ -110,9 +114,7 @@ def _state_of(path: Path) -> tuple[int, int, int, int, int] | None:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def client_tls(
-    what: str, files: Mapping[str, Path | None], *, check_hostname: bool = True
-) -> Rotated[ssl.SSLContext]:
+def client_tls(what: str, files: Mapping[str, Path | None], *, check_hostname: bool = True) -> Rotated[ssl.SSLContext]:
     """Return the TLS of a client's connections. `files` are three, by the names of their entries: the trusted
     authorities (None: those of the system), the client's certificate, and its key.
 
@@ -143,3 +145,80 @@ def client_tls(
 def no_password() -> str:
     """The password of an encrypted key. Without it, OpenSSL would prompt on the terminal."""
     return ""
+
+
+class Refreshed(Generic[T]):
+    """The last value of `load`, a blocking function, loaded again when it is older than `age_max_s`.
+
+    Name resolution and requests for credentials have no deadline, so they do not run on a thread that has one: a
+    BackgroundTask makes them, and other threads use the last value until then.
+
+    `load` raises StoreError without a value. A failed refresh keeps the old value, but not one older than `usable_s`.
+
+    Locking design: `_state` guards all fields and is not held while `load` runs or while the task is woken. It is taken
+    after the lock of the task, never before.
+    """
+
+    def __init__(
+        self, name: str, load: Callable[[], T], age_max_s: float, usable_s: float = math.inf,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        never = Backoff(math.inf, math.inf)  # the next `get` repeats it
+        # For another error than StoreError, which the task counts and logs.
+        failure = StoreError(ErrorKind.INTERNAL, f"{name} cannot be loaded")
+        self._task = BackgroundTask(
+            name, self._run, backoff=never, linger_s=0.0, on_error=lambda: self._settle(None, failure), clock=clock
+        )
+        self._clock = clock
+        self._name = name
+        self._load = load
+        self._age_max_s, self._usable_s = age_max_s, usable_s
+        self._state = threading.Condition()
+        self._value: T | None = None
+        self._failure: StoreError | None = None
+        self._value_s = -math.inf  # when the value was loaded
+        self._loaded_s = -math.inf  # when a load ended last
+        self._loading = False
+
+    def get(self, *, deadline: float) -> T:
+        """Return the value. Blocks up to `deadline` if there is none that can be used. Raises StoreError."""
+        with self._state:
+            value = self._value if self._clock() - self._value_s <= self._usable_s else None
+            if value is not None and self._clock() - self._loaded_s <= self._age_max_s:
+                return value
+            advance = self._task.tend if self._loading else self._task.wake
+            self._loading = True
+        advance()
+        with self._state:
+            if value is None:
+                self._clock.wait_for(self._state, lambda: not self._loading, deadline)
+                if not self._loading and self._failure is None:
+                    value = self._value
+            if value is not None:
+                return value
+            if self._loading or self._failure is None:
+                raise StoreError(ErrorKind.TIMEOUT, f"{self._name} takes too long")
+            failure = self._failure
+            raise StoreError(failure.kind, failure.detail)
+
+    def expire(self) -> None:
+        """Reload the value at the next `get`; it stays in use until then."""
+        with self._state:
+            self._loaded_s = -math.inf
+
+    def _run(self) -> float:
+        try:
+            self._settle(self._load(), None)
+        except StoreError as error:
+            self._settle(None, error)
+        return math.inf
+
+    def _settle(self, value: T | None, failure: StoreError | None) -> None:
+        with self._state:
+            if value is not None:
+                self._value = value
+                self._value_s = self._clock()
+            self._failure = failure
+            self._loaded_s = self._clock()
+            self._loading = False
+            self._state.notify_all()

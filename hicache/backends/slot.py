@@ -80,15 +80,11 @@ class Overrides:
         self.modes: Mapping[tuple[Direction, str | None], Override] = {}  # replaced, never changed
         self._lock = threading.RLock()
 
-    def force(
-        self, direction: Direction, mode: Override, store: str | None, backends: Iterable[Storage]
-    ) -> None:
+    def force(self, direction: Direction, mode: Override, store: str | None, backends: Iterable[Storage]) -> None:
         """Switch a direction of a store on or off, or return it to its breaker. `backends` are all open backends, read
         after the change. Does not block."""
         with self._lock:
-            modes = dict(self.modes)
-            if store is None:
-                modes = {key: other for key, other in modes.items() if key[0] is not direction}
+            modes = {key: other for key, other in self.modes.items() if store is not None or key[0] is not direction}
             modes[direction, store] = mode
             self.modes = modes
             for backend in backends:
@@ -115,16 +111,9 @@ class Slot(Generic[E]):
     """
 
     def __init__(
-        self,
-        attach: Callable[[Storage], E],
-        *,
-        name: str,
-        user: str,
-        overrides: Overrides | None = None,
-        log: LimitedLog | None = None,
-        changed: Callable[[], object] = lambda: None,
-        workers: WorkerFactory = SupervisedPool,
-        clock: Clock = SYSTEM_CLOCK,
+        self, attach: Callable[[Storage], E], *, name: str, user: str, overrides: Overrides | None = None,
+        log: LimitedLog | None = None, changed: Callable[[], object] = lambda: None,
+        workers: WorkerFactory = SupervisedPool, clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.store: E | None = None
         self.wanted = 1  # number of the last change
@@ -248,9 +237,7 @@ class Slot(Generic[E]):
         """Wait until the wanted store is open or an attempt to open it has failed, at most until `deadline`."""
         with self._changed:
             self._clock.wait_for(
-                self._changed,
-                lambda: not self.is_awaited or self.waiting.attempts > 0 or self._has_ended,
-                deadline,
+                self._changed, lambda: not self.is_awaited or self.waiting.attempts > 0 or self._has_ended, deadline
             )
 
     def wait_idle(self, timeout_s: float) -> bool:

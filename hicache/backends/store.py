@@ -95,22 +95,16 @@ class Store(Verbs):
     """
 
     def __init__(
-        self,
-        driver: Driver[Any],
-        codec: FrameCodec,
-        guard: GuardConfig = _DEFAULT,
-        *,
-        name: str = "storage",
-        limit: CapacityLimit | None = None,
-        retention: Retention | None = None,
-        clock: Clock = SYSTEM_CLOCK,
+        self, driver: Driver[Any], codec: FrameCodec, guard: GuardConfig = _DEFAULT, *, name: str = "storage",
+        limit: CapacityLimit | None = None, retention: Retention | None = None, clock: Clock = SYSTEM_CLOCK,
         workers: WorkerFactory = SupervisedPool,
     ) -> None:
         self.guard = instance("guard", guard, GuardConfig)
         # One run probes both directions; a run that takes longer counts as hung.
         patience_s = 2 * (self.guard.probe_timeout + self.guard.grace)
         self._probes = BackgroundTask(
-            f"probe-{name}", self._probe, patience_s, on_error=self._count_internal, clock=clock, workers=workers
+            f"probe-{name}", self._probe, patience_s, on_error=lambda: self._admission.count(ErrorKind.INTERNAL),
+            clock=clock, workers=workers,
         )
         self._admission = AdmissionControl(self.guard, codec.frame_bytes, clock, self._probes.wake)
         super().__init__(codec, self._admission)
@@ -136,7 +130,6 @@ class Store(Verbs):
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        """See StoreGroup."""
         return (self,)
 
     # The verbs
@@ -159,22 +152,21 @@ class Store(Verbs):
     def register_memory(self, memory: memoryview) -> None:
         """See StoreGroup. A failure is counted and logged; pages are then copied. Does nothing after `close`."""
         with self._admission.use() as is_open:
-            if is_open and isinstance(self.driver, RegistersMemory):
-                self._register(self.driver, memory)
-
-    def _register(self, driver: RegistersMemory, memory: memoryview) -> None:
-        try:
-            driver.register_memory(memory)
-        except InvalidInput:
-            raise
-        except BackendError as error:
-            self._admission.count("raised_registration")
-            logger.warning("storage %s: host memory is not registered, so its pages are copied: %s", self.name, error)
-        except Exception as error:
-            self._admission.count(self._attempts.contained(error))
+            if not is_open or not isinstance(self.driver, RegistersMemory):
+                return
+            try:
+                self.driver.register_memory(memory)
+            except InvalidInput:
+                raise
+            except BackendError as error:
+                self._admission.count("raised_registration")
+                logger.warning(
+                    "storage %s: host memory is not registered, so its pages are copied: %s", self.name, error
+                )
+            except Exception as error:
+                self._admission.count(self._attempts.contained(error))
 
     def watch_evictions(self, listener: EvictionListener) -> None:
-        """See StoreGroup."""
         if isinstance(self.driver, ReportsEvictions):
             self.driver.watch_evictions(self.codec.namespace, listener)
         for sweeper in self._sweepers:
@@ -201,7 +193,6 @@ class Store(Verbs):
         return self._attempts.valid_s
 
     def may_pass(self, direction: Direction) -> bool:
-        """See StoreGroup."""
         return self._admission.may_pass(direction)
 
     def override(self, direction: Direction, mode: Override) -> None:
@@ -354,7 +345,16 @@ class Store(Verbs):
         call.new_pages = len(keys) - outcomes.count(SetOutcome.PRESENT)
         if call.new_pages:  # pages that are present prove nothing about writes
             call.result = self._judge(call, outcomes.count(SetOutcome.ERROR), call.new_pages)
-            self._explain(call, outcomes)
+            # Whether it stored a new page, and why not, unless it proves nothing about the store.
+            if SetOutcome.STORED in outcomes:
+                call.kept = SetOutcome.STORED
+            elif SetOutcome.REJECTED in outcomes:
+                call.kept = SetOutcome.REJECTED
+                call.cause = call.cause or REJECTED
+                reason = self._attempts.rejection()
+                call.detail = "" if reason == call.cause else reason
+            elif call.result is not CallResult.UNKNOWN and call.cause != ErrorKind.NODE_DOWN:
+                call.kept = SetOutcome.ERROR
         return outcomes
 
     def _may_retry(self, call: Call, pages: int) -> int:
@@ -381,18 +381,6 @@ class Store(Verbs):
     def _was_short(self, call: Call) -> bool:
         return call.deadline - call.began_s < _SHORT_S and self._clock() >= call.deadline
 
-    def _explain(self, call: Call, outcomes: Sequence[SetOutcome]) -> None:
-        """Record in `call` whether it stored a new page, and why not, unless it proves nothing about the store."""
-        if SetOutcome.STORED in outcomes:
-            call.kept = SetOutcome.STORED
-        elif SetOutcome.REJECTED in outcomes:
-            call.kept = SetOutcome.REJECTED
-            call.cause = call.cause or REJECTED
-            reason = self._attempts.rejection()
-            call.detail = "" if reason == call.cause else reason
-        elif call.result is not CallResult.UNKNOWN and call.cause != ErrorKind.NODE_DOWN:
-            call.kept = SetOutcome.ERROR
-
     @staticmethod
     def _note(call: Call, errors: Sequence[str]) -> None:
         """Add the errors to a call. The last one is its cause; NODE_DOWN only without other errors."""
@@ -401,14 +389,10 @@ class Store(Verbs):
             call.cause = others[-1] if others else call.cause or ErrorKind.NODE_DOWN
             call.errors += errors
 
-    def _count_internal(self) -> None:
-        self._admission.count(ErrorKind.INTERNAL)
-
     # On the store's own threads
 
     def _probe(self) -> float:
-        """Write pending log lines and make the due probes; return the time of the next one. Blocks as the store does.
-        """
+        """Write pending log lines and make the due probes; return the time of the next. Blocks as the store does."""
         errors = {kind: count for kind, count in self.statistics().errors.items() if not kind.startswith("guard_")}
         self._log.changed(self._admission.take_changes(), errors)
         self._log.still_off(self._admission.off(), errors)

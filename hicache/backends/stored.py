@@ -39,7 +39,6 @@ class SealedPage(PageWrites):
         self.used_s = page.used_s
 
     def sealed(self, position: int) -> list[memoryview]:
-        """See PageWrites."""
         return [self._data]
 
 
@@ -99,32 +98,29 @@ class StoredPages:
         a store that does not tell which pages existed, all count."""
         removed = 0
         # Sorted, because a listing may mix namespaces, and each call of the driver is about one.
+        def namespace_and_kind(page: StoredPage) -> tuple[bytes, bool]:
+            return page.namespace, page.identity is not None
+
         for (namespace, is_known), group in itertools.groupby(
-            sorted(pages, key=_namespace_and_kind), _namespace_and_kind
+            sorted(pages, key=namespace_and_kind), namespace_and_kind
         ):
             found = list(group)
             for start in range(0, len(found), _REMOVED_AT_ONCE):
                 some = found[start : start + _REMOVED_AT_ONCE]
                 keys, identities = [page.key for page in some], [page.identity for page in some]
+                deadline = self.clock() + _STEP_S
                 with self._translated():
-                    count, kinds = self._remove(namespace, keys, identities if is_known else None)
+                    if not is_known and isinstance(self.driver, RemovesListed):
+                        count, kinds = self.driver.remove_listed(namespace, keys, deadline)
+                    else:
+                        count, kinds = self.driver.remove(namespace, keys, deadline, identities if is_known else None)
                     removed += count
                     if kinds:
                         raise StoreError(kinds[0], f"{len(kinds)} of {len(keys)} pages were not removed")
         return removed
-
-    def _remove(self, namespace: bytes, keys: list[bytes], found: list[Any] | None) -> tuple[int, Sequence[str]]:
-        deadline = self.clock() + _STEP_S
-        if found is None and isinstance(self.driver, RemovesListed):
-            return self.driver.remove_listed(namespace, keys, deadline)
-        return self.driver.remove(namespace, keys, deadline, found)
 
     def close(self) -> None:
         """Close the driver. Idempotent."""
         if not self._closed:
             self._closed = True
             self.driver.close()
-
-
-def _namespace_and_kind(page: StoredPage) -> tuple[bytes, bool]:
-    return page.namespace, page.identity is not None

@@ -70,8 +70,7 @@ class Verbs(ABC):
         return self._call(Call(Verb.EXISTS, len(keys), 0, deadline, errors), 0, self._exists, keys) if keys else 0
 
     def batch_has(self, keys: Sequence[bytes], *, deadline: float, errors: list[str] | None = None) -> list[bool]:
-        """Return for each of `keys` whether it is stored, for engines that look up single pages. Otherwise as
-        `batch_exists`.
+        """As `batch_exists`, but return for each of `keys` whether it is stored: for engines that look up single pages.
         """
         check_keys(keys)
         refused = [False] * len(keys)

@@ -20,6 +20,7 @@ from ..arguments import instance, number, whole
 from ..controller import ControllerStatistics
 from ..errors import InvalidInput, InvariantError
 from ..events import EventStream, Publisher
+from ..hints import Outcome, OutcomeStatus, envelope_of
 from ..keys import RadixKey, require_epoch
 from ..radix import Match, Peek, RadixTree, make_policy
 from ..tiers import Fence, KVPool, TrailingPool, Transfer
@@ -157,6 +158,13 @@ class ChunkCache:
         number("ttl_s", ttl_s, positive=True)
         return None
 
+    def hint(self, envelope: object, rid: str | None = None, *, cache_salt: str | None = None) -> list[Outcome]:
+        """Reject all actions: nothing is kept."""
+        return [
+            Outcome(action.action_id, action.action_type, OutcomeStatus.REJECTED, "prefix_cache is off")
+            for action in envelope_of(envelope).actions
+        ]
+
     def clear(self) -> None:
         """Do nothing."""
 
@@ -172,11 +180,7 @@ class ChunkCache:
         self._events, self._publisher = EventRecorder(stream), publisher
 
     def name_origin(
-        self,
-        *,
-        extra_key: str | None = None,
-        cache_salt: str | None = None,
-        lora_id: int | None = None,
+        self, *, extra_key: str | None = None, cache_salt: str | None = None, lora_id: int | None = None,
         lora_name: str | None = None,
     ) -> None:
         """Do nothing: the cache makes no events."""
@@ -201,11 +205,7 @@ class ChunkCache:
     def statistics(self) -> CacheStatistics:
         """Return a snapshot of requests and L1; everything else is zero."""
         return CacheStatistics(
-            requests=self._counters.requests,
-            prompt_tokens=self._counters.prompt_tokens,
-            hit_tokens={},
-            evicted_pages={},
-            skipped=dict(self._counters.skipped),
+            **self._counters.totals(),
             nodes=0,
             pinned_pages=0,
             weights_epoch=self.weights_epoch,

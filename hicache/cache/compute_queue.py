@@ -74,6 +74,10 @@ class ComputeQueue:
         """Return the number of requests that wait or have tokens left."""
         return len(self._left)
 
+    def __contains__(self, rid: str) -> bool:
+        """True if a request waits or has tokens left."""
+        return rid in self._left
+
     def first(self, count: int) -> list[str]:
         """Return the first `count` waiting requests."""
         return list(islice(self._waiting, count))

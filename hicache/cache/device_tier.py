@@ -70,6 +70,7 @@ class _Run(NamedTuple):
     evicts: bool  # evict the run from L1 after the copy
 
 
+@dataclass(eq=False, repr=False)
 class DeviceTier:
     """See the module's docstring. A `PageSource` for token allocators: it evicts to make room.
 
@@ -78,34 +79,24 @@ class DeviceTier:
     for their eviction.
     """
 
-    def __init__(
-        self,
-        allocator: PagePool,
-        trees: Trees,
-        host: HostTier,
-        controller: HiCacheController,
-        counters: CacheCounters,
-        break_even: BreakEven,
-        *,
-        trailing: TrailingTier,
-        release_arrived: Callable[[], bool],
-    ) -> None:
-        self.allocator = allocator
+    allocator: PagePool
+    _trees: Trees
+    _host: HostTier
+    _controller: HiCacheController
+    _counters: CacheCounters
+    _break_even: BreakEven
+    _trailing: TrailingTier
+    _release_arrived: Callable[[], bool]
+
+    def __post_init__(self) -> None:
         self.request_pages = self.writeback_pages = 0
-        self._trees = trees
-        self._host = host
-        self._controller = controller
-        self._config = controller.config
-        self._counters = counters
-        self._break_even = break_even
-        self._trailing = trailing
-        self._release_arrived = release_arrived
+        self._config = self._controller.config
         self._backups: dict[Backup, _Run] = {}
         self._loads: dict[Load, tuple[RadixTree, Node, tracing.Span | None]] = {}
         self._halted = False
-        self._is_owned = isinstance(allocator, EnginePages)
+        self._is_owned = isinstance(self.allocator, EnginePages)
         # By page: the number of the latest fence when its last reader ended, or when it was computed.
-        self._read_until = np.zeros(allocator.first + allocator.capacity, dtype=np.int64)
+        self._read_until = np.zeros(self.first + self.capacity, dtype=np.int64)
 
     def pages_in_backups(self) -> list[PageIds]:
         """Return the L1 pages of each copy to L2 in flight."""
@@ -253,6 +244,21 @@ class DeviceTier:
                 return EvictionChoice.WRITING_BACK
             return EvictionChoice.KEEP if held else EvictionChoice.LOSE
         return EvictionChoice.KEEP if held else EvictionChoice.DROP
+
+    def demote(self, nodes: list[Node]) -> tuple[int, int]:
+        """Let nodes of a path, deepest first, leave L1 as far as nothing uses them. Return the pages that left, and
+        those that leave once they are copied to L2."""
+        tree, freed = self._trees.current, list[PageIds]()
+        coming = 0
+        for node in nodes:
+            if not may_leave_device(node):
+                break
+            if node.host is None:
+                coming = tree.pages(node) * (self.write_back(node) is EvictionChoice.WRITING_BACK)
+                break
+            freed.append(tree.leave_device(node))
+        self._free_evicted(freed)
+        return sum(map(len, freed)), coming
 
     def _lacking_above(self, node: Node) -> list[Node]:
         """Return the ancestors of `node` that are not on L2 and that storage needs before it; deepest first."""

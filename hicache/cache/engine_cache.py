@@ -155,24 +155,15 @@ class EngineCache(HiRadixCache):
         """Note that a request begins with the pages of `found`; its prefetch ends. `found.host_pages` are those that
         were loaded. Return its cached tokens from L1, L2 and storage. REQUIRES: the caller has locked `found.end`."""
         self._prefetcher.conclude(rid)
-        if self._verifier is not None:
-            self._verifier.forget(rid)
         self._contexts.pop(rid, None)
-        pages = found.device_pages + found.host_pages
-        known_pages = self._note_uses(rid, key, pages, begins=True).known_pages
-        tree, node = found.end
-        if tree is self.tree:
-            tree.use(node, priority, pages - known_pages)
-            self._pins.used(node)
-            self._l2.reused(node)
-            self._l1.used(node)
-        left_tokens = key.prompt_tokens - pages * self.page_size
-        self._queue.progress(rid, left_tokens, self.controller.time_s())
-        return self._count_hits(rid, key, found.device_pages, found.host_pages)
+        return self._begun(rid, key, *found.end, found.device_pages, found.host_pages, priority=priority)
 
-    def end(self, rid: str) -> None:
-        """Note that a request has ended, or was preempted: no other waits for its prompt now."""
+    def end(self, rid: str, completed: str | None = None) -> None:
+        """Note that a request has ended, or was preempted: no other waits for its prompt now. If it has `completed`,
+        pass the id that `share` got: its hints are carried out."""
         self._queue.leave(rid)
+        if completed is not None:
+            self._hints.ends(completed)
 
     def share(
         self, rid: str, key: RadixKey, prefix: Prefix, start_page: int, pages: PageIds, *, priority: int = 0,
@@ -192,6 +183,7 @@ class EngineCache(HiRadixCache):
         if is_stale or (self.controller.is_loading and tree.awaits_load(key, node, start_page)):
             return Shared(prefix, NO_PAGES, 0)
         uses = self._note_uses(rid, key, start_page + len(pages))
+        self._hints.note(rid, key)
         if self._events is not None:
             self._events.session_id = session_id
         inserted = tree.insert(key, pages, priority=priority, below=node, start_page=start_page, uses=uses)
@@ -240,7 +232,8 @@ class EngineCache(HiRadixCache):
         self.caller.require()
         held, before, promised = self._pages, self._pages.used_pages, self.tree.device_evictable_pages
         until_s = self.controller.time_s() + COPY_WAIT_S_MAX
-        promote, self._prefetcher.chunked.promote = self._prefetcher.chunked.promote, None  # it would take the room
+        stores = lambda: self._l2.stores_in_flight if self.tree.device_evictable_pages else 0  # noqa: E731
+        promote, self._prefetcher.share.promote = self._prefetcher.share.promote, None  # it would take the room
         try:
             while (short := pages - (before - held.used_pages)) > 0:
                 if self._l1.evict(max(0, short - self._l1.writeback_pages)).freed_pages:
@@ -251,10 +244,10 @@ class EngineCache(HiRadixCache):
                     continue
                 if before - held.used_pages >= promised:
                     break
-                if not (self._give_way() or self._await(self._held_by_stores, until_s)):
+                if not (self._give_way() or self._await(stores, until_s)):
                     break
         finally:
-            self._prefetcher.chunked.promote = promote
+            self._prefetcher.share.promote = promote
         return before - held.used_pages
 
     def _await(self, in_flight: Callable[[], int], until_s: float) -> bool:
@@ -273,21 +266,15 @@ class EngineCache(HiRadixCache):
             controller.clock.sleep(_COPY_POLL_S)
         return False
 
-    def _held_by_stores(self) -> int:
-        """Return the stores in flight that may hold pages which could be evicted otherwise."""
-        return self._l2.stores_in_flight if self.tree.device_evictable_pages else 0
-
     def _give_way(self) -> bool:
         """End what holds pages of L1 for requests that have not begun, or for operators. Return False if there is
         nothing."""
-        if self._prefetcher.chunked.release_arrived():
+        if self._prefetcher.share.release_arrived():
             return True
         pins = len(self._pins.active)
         self._pins.clear()
         self._counters.skipped["pin_gave_way"] += pins
         return pins > 0
-
-    # Inside
 
     def _take_in(self, acks: Acks) -> None:
         super()._take_in(acks)

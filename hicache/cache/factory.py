@@ -67,18 +67,10 @@ _OF_EACH_RANK = {
 
 
 def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
-    config: HiCacheConfig,
-    namespace: Namespace,
-    *,
-    device: torch.device | str = "cpu",
-    device_pages: int | None = None,
-    device_memory: DeviceMemory | None = None,
-    device_blocks: EngineBlocks | None = None,
-    engine_pages: EnginePages | None = None,
-    trailing: Sequence[TrailingPool] = (),
-    ranks: RankGroup | None = None,
-    environ: Mapping[str, str] | None = None,
-    clock: Clock = SYSTEM_CLOCK,
+    config: HiCacheConfig, namespace: Namespace, *, device: torch.device | str = "cpu", device_pages: int | None = None,
+    device_memory: DeviceMemory | None = None, device_blocks: EngineBlocks | None = None,
+    engine_pages: EnginePages | None = None, trailing: Sequence[TrailingPool] = (), ranks: RankGroup | None = None,
+    environ: Mapping[str, str] | None = None, clock: Clock = SYSTEM_CLOCK,
 ) -> TreeCache:
     """Build the configured cache: a HiRadixCache, SessionCache (`sessions.enabled`), or ChunkCache (no `prefix_cache`).
 
@@ -139,12 +131,8 @@ def create_cache(  # noqa: PLR0913 - the parts that engines and tests replace
 
 
 def create_host_cache(
-    config: HiCacheConfig,
-    namespace: Namespace,
-    *,
-    host: HostPool | None = None,
-    environ: Mapping[str, str] | None = None,
-    clock: Clock = SYSTEM_CLOCK,
+    config: HiCacheConfig, namespace: Namespace, *, host: HostPool | None = None,
+    environ: Mapping[str, str] | None = None, clock: Clock = SYSTEM_CLOCK,
 ) -> HostCache:
     """Build a cache for an engine that manages its device pages itself; opens storage and starts the workers.
 
@@ -251,14 +239,8 @@ def _all_or_none(
 
 
 def _start(  # noqa: PLR0913, PLR0917 - the differences between the two kinds of caches
-    undo: ExitStack,
-    config: HiCacheConfig,
-    namespace: Namespace,
-    environ: Mapping[str, str] | None,
-    host: HostPool,
-    copies: CopyEngine | None,
-    make: Callable[[HiCacheController, TieredOptions], Tiered],
-    ranks: RankGroup | None,
+    undo: ExitStack, config: HiCacheConfig, namespace: Namespace, environ: Mapping[str, str] | None, host: HostPool,
+    copies: CopyEngine | None, make: Callable[[HiCacheController, TieredOptions], Tiered], ranks: RankGroup | None,
     clock: Clock,
 ) -> Tiered:
     """Open storage, start the workers, and make a cache over both, which `undo` closes."""
@@ -314,12 +296,18 @@ def _agreed_sizes(
     trailing: Sequence[TrailingPool],
 ) -> tuple[int, int, int]:
     """Return the pages of the smallest L1 and L2, and the bytes of the longest page: its size differs between pipeline
-    stages. Raises RankError as `_require_same`.
+    stages. Raises RankError on all ranks if their settings would lead to different decisions.
 
     Raises ConfigError for a share of the memory with several ranks: their pools must be equal, but each would take its
     share of what the others have left.
     """
-    _require_same(ranks, config, namespace, trailing)
+    same = (
+        config.model_dump(exclude=_OF_EACH_RANK), config.storage is not None,
+        namespace.model, namespace.weights_epoch,
+        namespace.kv_scales, namespace.quantisation, namespace.key_hash, namespace.ranks_share_pages,
+        [(pool.trailing_tokens, pool.pool.pages) for pool in trailing],
+    )
+    require_equal(ranks, "configuration", str(same))
     if callable(l2_pages):
         if ranks.size > 1:
             raise ConfigError(
@@ -329,19 +317,6 @@ def _agreed_sizes(
     numbers = np.array([l1_pages, l2_pages, -namespace.shape.payload_bytes], dtype=np.int64)
     l1_least, l2_least, longest = ranks.agree(numbers).tolist()
     return l1_least, l2_least, -longest
-
-
-def _require_same(
-    ranks: RankGroup, config: HiCacheConfig, namespace: Namespace, trailing: Sequence[TrailingPool]
-) -> None:
-    """Raises RankError on all ranks if their settings would lead to different decisions."""
-    same = (
-        config.model_dump(exclude=_OF_EACH_RANK), config.storage is not None,
-        namespace.model, namespace.weights_epoch,
-        namespace.kv_scales, namespace.quantisation, namespace.key_hash, namespace.ranks_share_pages,
-        [(pool.trailing_tokens, pool.pool.pages) for pool in trailing],
-    )
-    require_equal(ranks, "configuration", str(same))
 
 
 def _require_for_engine(
@@ -372,11 +347,7 @@ def _known_device(device: torch.device | str) -> torch.device:
 
 
 def _l1_pages(
-    config: HiCacheConfig,
-    geometry: KVGeometry,
-    device: torch.device,
-    pages: int | None,
-    memory: DeviceMemory | None,
+    config: HiCacheConfig, geometry: KVGeometry, device: torch.device, pages: int | None, memory: DeviceMemory | None,
     blocks: EngineBlocks | None,
 ) -> int:
     pages = None if pages is None else whole("device_pages", pages, 1)
@@ -435,10 +406,7 @@ def open_storage(
 
 
 def storage_opener(
-    config: HiCacheConfig,
-    namespace: Namespace,
-    environ: Mapping[str, str] | None,
-    spec: BackendSpec | None = None,
+    config: HiCacheConfig, namespace: Namespace, environ: Mapping[str, str] | None, spec: BackendSpec | None = None,
     clock: Clock = SYSTEM_CLOCK,
 ) -> Callable[[int], Storage] | None:
     """Return a function that opens the configured store, or its part `spec`, for a weights epoch; None without storage.

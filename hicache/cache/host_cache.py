@@ -115,7 +115,7 @@ class HostCache(TieredCache):
         self._requests: dict[str, _Request] = {}
         self._loads: set[HostLoad] = set()
         self._writes: dict[HostWrite, None] = {}  # in order of `begin_write`
-        self._loading_pages = self._writing_pages = self._loaded_pages = self._written_pages = 0
+        self._loaded_pages = self._written_pages = 0
 
     # Storage
 
@@ -153,14 +153,15 @@ class HostCache(TieredCache):
     def abort(self, rid: str) -> None:
         """Forget a request that has ended or will not run. REQUIRES: called once for each request that was looked up.
 
-        Its prefetch stops; pages that have arrived stay on L2. Loads and writes continue until `end_load` and
-        `end_write`.
+        Its prefetch stops; pages that have arrived stay on L2. Loads and writes continue to their ends.
         """
         self._prefetcher.abort(rid)
         self._contexts.pop(rid, None)
         if self._verifier is not None:
             self._verifier.forget(rid)
-        self._requests.pop(rid, None)
+        if self._requests.pop(rid, None) is None:
+            self._hints.ends(rid, completed=False)
+        self._end_hints(rid)
 
     # Loads
 
@@ -174,6 +175,7 @@ class HostCache(TieredCache):
         """
         start_page = whole("start_page", start_page)
         match = self._match(rid, key)
+        self._hints.note(rid, key)
         request = self._request(rid, key, match, start_page)
         pages = 0 if request.failed else max(0, match.pages - start_page)
         loading = not own_copy and self._is_loading(rid, match.node, pages)
@@ -198,7 +200,7 @@ class HostCache(TieredCache):
         """
         end_page = whole("end_page", end_page, 1, self._key_pages(key))
         start_page = whole("start_page", start_page, 0, end_page - 1)
-        match = self._match(rid, self._head(key, end_page))
+        match = self._match(rid, self.tree.head(key, end_page))
         if match.pages < end_page:
             return None
         pages = end_page - start_page
@@ -207,7 +209,7 @@ class HostCache(TieredCache):
             return None
         tree, node = self.tree, match.node
         if start_page:
-            tree.match(self._head(key, start_page))  # splits, so that a node ends there
+            tree.match(self.tree.head(key, start_page))  # splits, so that a node ends there
         request = self._request(rid, key, match, start_page)
         request.decided_pages = 0
         tree.hold_host(node)
@@ -217,7 +219,6 @@ class HostCache(TieredCache):
         span = tracing.begin("load", self._contexts.get(rid), pages=pages)
         load = HostLoad(rid, start_page, host_pages, tree, node, request, min(arrived, pages), span)
         self._loads.add(load)
-        self._loading_pages += pages
         return load
 
     def end_load(self, load: HostLoad, seconds: float | None) -> None:
@@ -234,7 +235,6 @@ class HostCache(TieredCache):
         self._loads.remove(load)
         tracing.end(load._span, outcome="failed" if seconds is None else "loaded")
         pages = len(load.host_pages)
-        self._loading_pages -= pages
         load._tree.release_host(load._node)
         self._trees.sweep()
         if seconds is None:
@@ -265,6 +265,7 @@ class HostCache(TieredCache):
         self._prefetcher.take_arrived(rid)
         if request is not None and request.tree is not tree:
             return None
+        self._hints.note(rid, key)
         match = tree.match(key)
         if self._uses is not None:  # pages that another request writes or wrote are also used by this one
             self._use(rid, key, end_page, match, begins=request is None)
@@ -280,9 +281,8 @@ class HostCache(TieredCache):
             tree.release_host(match.node)
             self._counters.skipped["backup_no_host_room"] += 1
             return None
-        write = HostWrite(rid, begin, host_pages, self._head(key, end_page), tree, match.node)
+        write = HostWrite(rid, begin, host_pages, self.tree.head(key, end_page), tree, match.node)
         self._writes[write] = None
-        self._writing_pages += len(host_pages)
         return write
 
     def end_write(self, write: HostWrite, *, complete: bool) -> None:
@@ -318,8 +318,6 @@ class HostCache(TieredCache):
         self._show_complete(list(self._writes))
         self._trees.sweep()
 
-    # Inside
-
     def _match(self, rid: str, key: RadixKey) -> Match:
         """Match the pages of a request, also those that have arrived from storage so far."""
         self._require_service()
@@ -336,6 +334,7 @@ class HostCache(TieredCache):
             self._counters.requests += 1
             self._counters.prompt_tokens += tokens
             self._counters.hit_tokens["device"] += min(start_page * self.page_size, tokens)
+            self._begins(rid, key, match.node)
             self._l2.reused(match.node)
             self._use(rid, key, max(start_page, match.pages), match, begins=True)
         return request
@@ -401,7 +400,7 @@ class HostCache(TieredCache):
             if write not in self._writes or not write._complete:
                 continue
             gone = write._tree is not self.tree or self.closed
-            present = 0 if gone else self.tree.peek(self._head(write._key, write.start_page)).host_pages
+            present = 0 if gone else self.tree.peek(self.tree.head(write._key, write.start_page)).host_pages
             if not gone and present == write.start_page:
                 writes += self._show(write)
             elif gone or self._reach(write._key, present) < write.start_page:
@@ -418,7 +417,7 @@ class HostCache(TieredCache):
         self._l2.store_path(node, self._saved_hits_min)
         following = [other for other in self._behind(write) if other.start_page <= write._end_page]
         for other in following:
-            match = tree.match(self._head(other._key, other.start_page))
+            match = tree.match(self.tree.head(other._key, other.start_page))
             tree.hold_host(match.node)
             tree.release_host(other._anchor)
             other._anchor = match.node
@@ -437,17 +436,19 @@ class HostCache(TieredCache):
 
     def _end_write(self, write: HostWrite, unused: PageIds) -> None:
         del self._writes[write]
-        self._writing_pages -= len(write.host_pages)
         self._l2.commit(len(write.host_pages), unused)
         write._tree.release_host(write._anchor)
+        self._end_hints(write.rid)
+
+    def _end_hints(self, rid: str) -> None:
+        """Carry out the hints of a request that has ended, once its writes have."""
+        if self._hints.waits(rid) and rid not in self._requests and all(write.rid != rid for write in self._writes):
+            self._hints.ends(rid)
 
     def _key_pages(self, key: RadixKey) -> int:
         """Return the number of whole pages of a key. Raises InvalidInput for a key of another kind than the cache's."""
         self.tree.require_fitting(key)
         return key.pages(self.page_size)
-
-    def _head(self, key: RadixKey, pages: int) -> RadixKey:
-        return RadixKey(key.tokens[: pages * self.tree.page_bytes], key.seed, key.position_bytes)
 
     # State
 
@@ -455,10 +456,10 @@ class HostCache(TieredCache):
         """Return a snapshot of both tiers and of the engine's copies; `device` is `NO_TIER`. Any thread may call it."""
         state = super().statistics()
         queues = state.controller.queues
-        copying_pages = self._loading_pages + self._writing_pages
+        loads, writes = list(self._loads), list(self._writes)  # each is one operation in CPython
+        copying_pages = sum(len(load.host_pages) for load in loads) + sum(len(write.host_pages) for write in writes)
         queues = replace(
-            queues, load=len(self._loads), write=len(self._writes),
-            host_pages_reserved=queues.host_pages_reserved + copying_pages,
+            queues, load=len(loads), write=len(writes), host_pages_reserved=queues.host_pages_reserved + copying_pages
         )
         controller = replace(
             state.controller, queues=queues, loaded_pages=self._loaded_pages, written_pages=self._written_pages
@@ -477,10 +478,9 @@ class HostCache(TieredCache):
         ids = np.concatenate([NO_PAGES, *reserved, *held])
         if len(np.unique(ids)) != len(ids):
             raise InvariantError("L2: a page of a write is a node's too, or another write's")
-        if not 0 <= self._l2.reserved_pages - self._writing_pages - self.warming_pages <= self.controller.read_pages:
-            raise InvariantError(
-                f"L2: {self._l2.reserved_pages} pages are reserved, {self._writing_pages} of them for writes"
-            )
+        writing_pages = sum(map(len, reserved))
+        if not 0 <= self._l2.reserved_pages - writing_pages - self.warming_pages <= self.controller.read_pages:
+            raise InvariantError(f"L2: {self._l2.reserved_pages} pages are reserved, {writing_pages} for writes")
         for write in self._writes:
             present = self.tree.peek(write._key).host_pages
             if write._complete and self._reach(write._key, present) < write.start_page:

@@ -30,11 +30,7 @@ _OPEN_S = 10.0
 
 
 def open_host_pool(
-    config: HiCacheConfig,
-    shape: PageShape | KVGeometry,
-    pages: int | Callable[[], int],
-    *,
-    pin: torch.device | None,
+    config: HiCacheConfig, shape: PageShape | KVGeometry, pages: int | Callable[[], int], *, pin: torch.device | None,
     rank: int | None = None,
 ) -> HostPool:
     """Open the pool of this process, which is rank `rank` of its engine. Blocks. Takes over named memory of a crashed

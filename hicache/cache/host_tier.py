@@ -21,6 +21,7 @@ import logging
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -50,6 +51,7 @@ TOUCH_PAUSE_S = 1.0
 TOUCH_BYTES_MAX = 512 << 10
 
 
+@dataclass(eq=False, repr=False)
 class HostTier:
     """See the module's docstring.
 
@@ -61,29 +63,22 @@ class HostTier:
     `store_pending`. `_used` are page keys of stored runs that were used, tails before heads, of `_used_bytes` together.
     """
 
-    def __init__(
-        self,
-        host: HostPool,
-        trees: Trees,
-        controller: HiCacheController,
-        counters: CacheCounters,
-        break_even: BreakEven,
-        kept: KeptFrames | None = None,
-    ) -> None:
-        self.host = host
-        self.kept = kept
+    host: HostPool
+    _trees: Trees
+    _controller: HiCacheController
+    _counters: CacheCounters
+    _break_even: BreakEven
+    kept: KeptFrames | None = None
+
+    def __post_init__(self) -> None:
         self.reserved_pages = 0
-        self._trees = trees
-        self._controller = controller
-        self._gate = controller.gate
-        self._counters = counters
-        self._break_even = break_even
+        self._gate = self._controller.gate
         self._stores: dict[StoreOperation, tuple[RadixTree, Node]] = {}
         self._used: list[bytes] = []
         self._used_bytes = 0
         self._touch_at_s = -math.inf
         self._damaged: dict[Node, RadixTree] = {}  # found damaged while they were held
-        self._log = LimitedLog(logger, clock=controller.clock)
+        self._log = LimitedLog(logger, clock=self._controller.clock)
 
     # Pages
 
@@ -166,6 +161,10 @@ class HostTier:
                 del self._damaged[node]
                 self.drop(tree, node)
 
+    def fetch_s(self, pages: int) -> float:
+        """Return the expected time for reading so many pages from storage, 0 while it is unknown."""
+        return self._break_even.fetch_s(pages) or 0.0
+
     def are_in_storage(self, keys: Sequence[bytes]) -> bool:
         """Return True if pages that were just read are in storage. False if they came from kept frames, now freed."""
         return self.kept is None or not self.kept.were_read(keys)
@@ -200,24 +199,18 @@ class HostTier:
 
     def reused(self, node: Node) -> None:
         """Note the stored runs of the path to `node`, which a new request reuses, for `report_uses`. Hashes nothing."""
-        if not self._gate.attached:
+        if not (self._gate.attached and self._controller.stores_pages):
             return
         time_s = self._controller.time_s()
         while node.parent is not None:
-            if node.stored and time_s - node.touched_s >= TOUCH_EVERY_S:
-                self._note_use(node, time_s)
+            if node.stored and time_s - node.touched_s >= TOUCH_EVERY_S and (keys := node.page_keys) is not None:
+                if self._used_bytes + len(keys) > TOUCH_BYTES_MAX:
+                    self._counters.skipped["touch_dropped"] += 1
+                else:
+                    node.touched_s = time_s
+                    self._used.append(keys)
+                    self._used_bytes += len(keys)
             node = node.parent
-
-    def _note_use(self, node: Node, time_s: float) -> None:
-        keys = node.page_keys
-        if keys is None or not self._controller.stores_pages:
-            return
-        if self._used_bytes + len(keys) > TOUCH_BYTES_MAX:
-            self._counters.skipped["touch_dropped"] += 1
-            return
-        node.touched_s = time_s
-        self._used.append(keys)
-        self._used_bytes += len(keys)
 
     def report_uses(self) -> None:
         """Notify storage of the reused runs, at most every `TOUCH_PAUSE_S`. Call it once per step."""

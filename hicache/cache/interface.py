@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from typing import Protocol, Self
 
 from ..events import EventStream, Publisher
+from ..hints import Outcome
 from ..keys import RadixKey
 from ..radix import Match, Peek
 from ..tiers import Fence, KVPool, Transfer
@@ -149,6 +150,15 @@ class TreeCache(Protocol):
         a time that is not positive and finite.
         """
 
+    def hint(self, envelope: object, rid: str | None = None, *, cache_salt: str | None = None) -> list[Outcome]:
+        """Carry out the hints of a harness or a router: an envelope as JSON values, or an object with its fields, such
+        as the `kv_hints` of vLLM and SGLang. Return an outcome for each action; never blocks.
+
+        With `rid`, actions that name no prompt are about the prefix of that request, which has not begun, and are
+        carried out when it ends; a value that is not an envelope is rejected too. Without, it raises InvalidInput.
+        `cache_salt` separates the sessions of tenants if keys have no seed (`RadixKey.of_hashes`).
+        """
+
     def record_events(self, stream: EventStream, publisher: Publisher | None = None) -> None:
         """Write the pages that are added to and removed from each tier into `stream`. The cache closes `publisher`.
 
@@ -156,11 +166,7 @@ class TreeCache(Protocol):
         """
 
     def name_origin(
-        self,
-        *,
-        extra_key: str | None = None,
-        cache_salt: str | None = None,
-        lora_id: int | None = None,
+        self, *, extra_key: str | None = None, cache_salt: str | None = None, lora_id: int | None = None,
         lora_name: str | None = None,
     ) -> None:
         """Register the owner of prompts with (`extra_key`, `cache_salt`): events then name the LoRA adapter, and the

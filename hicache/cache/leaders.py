@@ -68,9 +68,9 @@ def outcome(found: LookupOperation, page_size: int) -> str:
     return "part" if found.pages else "miss"
 
 
-def judge(fetch: Fetch, verdict: Verdict, *, has_ranks: bool) -> None:
-    """Record for followers that the ended operation found too little, unless it was stopped or failed, so that it says
-    nothing about the content of storage.
+def judge(fetch: Fetch, reason: str, page: int, *, has_ranks: bool) -> None:
+    """Record a verdict for followers: the ended operation found too little. Not if it was stopped or failed, so that it
+    says nothing about the content of storage.
 
     With ranks a failure counts as an empty result, because they agree only on the number of found pages.
     """
@@ -80,7 +80,7 @@ def judge(fetch: Fetch, verdict: Verdict, *, has_ranks: bool) -> None:
     else:
         was_stopped = outcome(operation, fetch.tree.page_size) == "unanswered"
     if has_ranks or not (operation.failed or was_stopped):
-        fetch.verdict = verdict
+        fetch.verdict = Verdict(reason, page)
 
 
 def shares_verdict(follower: Prefetch, leader: Prefetch) -> bool:

@@ -94,15 +94,12 @@ class CallerWatch(OwnerThread):
         self.calls = calls = self.calls + 1
         if calls == 1:
             self._first_call_s = self._clock()
-        elif calls % CALLS_PER_LOOK == 0 and (waited_s := self._clock() - self._first_call_s) >= UNPOLLED_S:
-            self._warn_unpolled(waited_s)
-
-    def _warn_unpolled(self, waited_s: float) -> None:
-        if self._is_warned or self._controller.idle:
-            return
-        self._is_warned = True
-        logger.warning("poll() was not called for %.0f s, in which %d calls for requests were made, and operations "
-                       "wait for it: call it once per step, also when idle", waited_s, self.calls)
+        elif calls % CALLS_PER_LOOK == 0 and not self._is_warned:
+            waited_s = self._clock() - self._first_call_s
+            if waited_s >= UNPOLLED_S and not self._controller.idle:
+                self._is_warned = True
+                logger.warning("poll() was not called for %.0f s, in which %d calls for requests were made, and "
+                               "operations wait for it: call it once per step, also when idle", waited_s, calls)
 
     def refused(self, rid: str, running: Iterable[RequestKV], pages: int) -> None:
         """Note that a request found no room on L1, which has `pages` pages."""

@@ -38,7 +38,7 @@ class Pin:
     _pages: int
     _pins: Pins
     _tree: RadixTree
-    _node: Node
+    node: Node
     _prefix: _Prefix
     _made_s: float
 
@@ -138,15 +138,15 @@ class Pins:
         self.active.remove(pin)
         pin._prefix.pins -= 1
         if not pin._prefix.pins:
-            del self._prefixes[pin._node.id]
-        pin._tree.unpin(pin._node)
+            del self._prefixes[pin.node.id]
+        pin._tree.unpin(pin.node)
         if len(self._expiry) > 2 * len(self.active) + EXPIRY_SLACK:
             self._expiry = [entry for entry in self._expiry if entry[2].active]
             heapq.heapify(self._expiry)
 
     def check(self, tree: RadixTree) -> None:
         """Raises InvariantError if the invariant does not hold in `tree`, the current tree."""
-        own = Counter(pin._node for pin in self.active)
+        own = Counter(pin.node for pin in self.active)
         pages = 0
         for node in tree.nodes():
             pages += tree.pages(node) if node.pin_ref else 0

@@ -46,6 +46,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from .. import tracing
 from ..arguments import instance
@@ -57,12 +58,11 @@ from ..keys import RadixKey
 from ..radix import Match, Node, RadixTree
 from ..types import PageIds
 from .break_even import Ahead, BreakEven, Decision, Route
-from .chunked_prefetch import ChunkedPrefetch
+from .chunked_prefetch import PrefetchShare
 from .compute_queue import ComputeQueue
 from .host_tier import HostTier
 from .leaders import Leaders, judge, outcome, shares_verdict
-from .prefetch_share import PrefetchShare
-from .prefetch_states import AT_REST, IN_FLIGHT, NOT_AWAITED, WAITING, Fetch, Prefetch, PrefetchTable, State, Verdict
+from .prefetch_states import AT_REST, IN_FLIGHT, NOT_AWAITED, WAITING, Fetch, Prefetch, PrefetchTable, State
 from .statistics import CacheCounters
 from .trees import Trees
 
@@ -79,6 +79,7 @@ AGAIN_S = 1.0
 CHECK_S = AGAIN_S / FIRST
 
 
+@dataclass(eq=False, repr=False)
 class Prefetcher:
     """At most one prefetch per request id at a time.
 
@@ -86,30 +87,22 @@ class Prefetcher:
     those in flight or cancelled, by operation. The others are those of `PrefetchTable`.
     """
 
-    def __init__(
-        self,
-        trees: Trees,
-        host: HostTier,
-        controller: HiCacheController,
-        counters: CacheCounters,
-        break_even: BreakEven,
-        queue: ComputeQueue,
-    ) -> None:
-        self._trees = trees
-        self._host = host
-        self._controller = controller
-        self._gate = controller.gate
-        self._config = controller.config.prefetch
-        self._counters = counters
-        self._break_even = break_even
-        self._queue = queue
+    _trees: Trees
+    _host: HostTier
+    _controller: HiCacheController
+    _counters: CacheCounters
+    _break_even: BreakEven
+    _queue: ComputeQueue
+
+    def __post_init__(self) -> None:
+        self._gate = self._controller.gate
+        self._config = self._controller.config.prefetch
         self._arrivals = 0
         self._checked_s = -math.inf
         self._table = PrefetchTable()
         self._operations: dict[LookupOperation | ReadOperation, Prefetch] = {}
         self._leaders = Leaders()
-        self._share = PrefetchShare(host, controller)
-        self.chunked = ChunkedPrefetch(self._table, self._share)
+        self.share = PrefetchShare(self._host, self._controller, self._table)
         self.wait = Histogram(BOUNDS_S)  # of requests, from the first `ready` until they may begin
         # Whether L1 may have room for so many pages; the cache that owns L1 sets it.
         self.may_have_room: Callable[[int], bool] = lambda pages: True
@@ -120,24 +113,26 @@ class Prefetcher:
 
     def start(
         self, rid: str, key: RadixKey, context: tracing.Context | None = None, device_pages: int = 0, *,
-        at_once: bool = True,
+        at_once: bool = True, is_request: bool = True,
     ) -> bool:
         """Look up the pages of `key` that neither L1 nor L2 holds; queue the lookup if others are first, or without
         `at_once`. Return False if that does not pay or is not possible. `context` is the parent of its span. The first
         `device_pages` pages, which an engine has in a device cache of its own, are read only to reach later ones: L2
-        keeps whole prefixes."""
+        keeps whole prefixes. Without `is_request`, it is for a hint: no request waits for it, and it does not wait
+        for room."""
         prefetch = self._table.get(rid)
         if not self._gate.attached or (prefetch is not None and prefetch.state not in AT_REST):
             return False
-        if self._share.pages_max == 0:
+        if self.share.pages_max == 0:
             return self._skip("prefetch_host_share")
         tree = self._trees.current
-        self._queue.arrive(rid, self._left_tokens(key), self._controller.time_s())
+        if is_request:
+            self._queue.arrive(rid, self._left_tokens(key), self._controller.time_s())
         match = self.match(tree, key) if self._is_due(rid, key) else None
         found_pages = sum(tree.peek(key)) if match is None else match.pages
         self._queue.expect(rid, self._left_tokens(key, max(device_pages, found_pages)))
         missing_pages = key.pages(tree.page_size) - found_pages
-        is_short = match is not None and missing_pages - max(0, device_pages - found_pages) < self._share.pages_min
+        is_short = match is not None and missing_pages - max(0, device_pages - found_pages) < self.share.pages_min
         leader = None if match is None else self._leaders.find(key, tree, match)
         may_lead = at_once and leader is None and not self._table.count(State.QUEUED) and self._may_lead()
         if not (may_lead or is_short) and self._table.count(*WAITING) >= WAITING_MAX:
@@ -150,16 +145,18 @@ class Prefetcher:
         else:
             prefetch.start_again(key, self._arrivals, limit_s, device_pages)
         prefetch.again_s = self._controller.time_s() + AGAIN_S
+        prefetch.is_request = prefetch.waits = is_request
         if is_short:
             prefetch.waits = False
             if prefetch.state is State.NEW:
                 self._rest(prefetch)
             return self._skip("prefetch_too_short")
-        prefetch.begin_span(missing_pages, context)
+        prefetch.span, prefetch.arrived_pages = tracing.begin("prefetch", context, pages=missing_pages), 0
+        prefetch.outcome = ""
         if match is not None and may_lead:
             self._lead(prefetch, match)
         else:
-            self._share.release(prefetch)  # the pages of its previous attempt: earlier requests may need them
+            self.share.release(prefetch)  # the pages of its previous attempt: earlier requests may need them
             self._table.move(prefetch, State.QUEUED if leader is None else State.FOLLOWING, leader)
         return True
 
@@ -200,7 +197,7 @@ class Prefetcher:
     def _is_awaited(self, prefetch: Prefetch) -> bool:
         """Return True if the request waits for pages that are, or can be, in flight."""
         missing_pages = prefetch.end_page(self._trees.current.page_size) - prefetch.device_pages
-        if prefetch.state in NOT_AWAITED or missing_pages < self._share.pages_min:
+        if prefetch.state in NOT_AWAITED or missing_pages < self.share.pages_min:
             return False
         if prefetch.looks_again and (prefetch.state is State.LOOKING_UP or not self._has_room(prefetch)):
             return False
@@ -258,7 +255,7 @@ class Prefetcher:
         elif prefetch.state is State.AWAITING_ROOM:
             self._end(prefetch)
         elif prefetch.state is State.LOADING:
-            self.chunked.stop(prefetch)
+            self.share.stop(prefetch)
         elif prefetch.state in IN_FLIGHT:
             self.take_so_far(prefetch.rid)
             self._cancel(prefetch)
@@ -299,7 +296,7 @@ class Prefetcher:
                 self._cancel(prefetch)
             else:
                 self._stop(prefetch)
-            self._share.take(prefetch)
+            self.share.take(prefetch)
             self._table.remove(prefetch)
 
     def take_arrived(self, rid: str) -> tuple[int, int]:
@@ -310,7 +307,7 @@ class Prefetcher:
         prefetch = self._table.get(rid)
         if prefetch is None or self.is_active(rid):
             return 0, 0
-        pages = self._share.take(prefetch)
+        pages = self.share.take(prefetch)
         self._table.remove(prefetch)
         return pages, prefetch.promoted_pages
 
@@ -342,8 +339,7 @@ class Prefetcher:
         if prefetch.state is State.READING:
             self._take(prefetch)
             if fetch.taken_pages == 0:  # the lookup may have found more
-                verdict = Verdict("prefetch_hit_too_short", fetch.start_page)
-                judge(fetch, verdict, has_ranks=self._controller.has_ranks)
+                judge(fetch, "prefetch_hit_too_short", fetch.start_page, has_ranks=self._controller.has_ranks)
         self._host.release(read.host_pages[fetch.taken_pages :])
         if read.failed:
             self._skip("prefetch_failed", prefetch)
@@ -358,16 +354,18 @@ class Prefetcher:
         self._close(prefetch)
         prefetch.fetch = None
         # Nothing is loaded if other requests have computed these pages.
-        self._table.move(prefetch, State.QUEUED if self._share.end_of(prefetch) is None else State.AWAITING_L1)
+        self._table.move(prefetch, State.AWAITING_L1 if prefetch in self.share.arrived else State.QUEUED)
 
     def _may_continue(self, prefetch: Prefetch, read: ReadOperation) -> bool:
         """Return True if the rest of a prompt may be fetched after the part that has arrived."""
         fetch = prefetch.current
         rest_pages = fetch.wanted_pages - fetch.taken_pages
         is_whole = fetch.taken_pages == len(read.host_pages) and prefetch.state is State.READING
-        if self.chunked.promote is None or not is_whole or rest_pages < self._share.pages_min:
+        may_load = self.share.promote is not None and prefetch.is_request
+        if not may_load or not is_whole or rest_pages < self.share.pages_min:
             return False
-        prefetch.note_arrival(fetch.start_page + fetch.taken_pages)
+        if (end_page := fetch.start_page + fetch.taken_pages) > prefetch.reached_page:
+            prefetch.reached_page, prefetch.lookups = end_page, 0
         return prefetch.may_look_up or self._skip("prefetch_host_share", prefetch)
 
     def start_waiting(self) -> None:
@@ -377,7 +375,7 @@ class Prefetcher:
         """
         if not (table := self._table):
             return
-        self.chunked.advance()
+        self.share.advance()
         while (prefetch := table.first(State.AWAITING_ROOM)) is not None and self._gate.may(Direction.READ):
             self._read_or_drop(prefetch)
             if prefetch.state is State.AWAITING_ROOM:
@@ -403,7 +401,7 @@ class Prefetcher:
                 continue
             prefetch.again_s, prefetch.lookups = now_s + AGAIN_S, 0
             match = self.match(tree, prefetch.key)
-            is_short = self._lacks(prefetch, match) < self._share.pages_min
+            is_short = self._lacks(prefetch, match) < self.share.pages_min
             if not is_short and self._leaders.find(prefetch.key, tree, match) is None:
                 prefetch.looks_again = True
                 self._lead(prefetch, match)
@@ -415,7 +413,7 @@ class Prefetcher:
 
     def check(self) -> None:
         """Raises InvariantError if an invariant does not hold."""
-        self._table.check(set(self._share.holders))
+        self._table.check(set(self.share.arrived))
         in_flight = [prefetch for state in (*IN_FLIGHT, State.CANCELLED) for prefetch in self._table.of(state)]
         if {prefetch.current.operation for prefetch in in_flight} != self._operations.keys():
             raise InvariantError(f"prefetch: {len(self._operations)} operations, {len(in_flight)} in flight")
@@ -435,7 +433,7 @@ class Prefetcher:
         """Prefetch the pages that a waiting request still lacks: none, pages in flight for another request, or more."""
         tree = self._trees.current
         match = self.match(tree, prefetch.key)
-        if self._lacks(prefetch, match) < self._share.pages_min:
+        if self._lacks(prefetch, match) < self.share.pages_min:
             self._rest(prefetch)
             return
         leader = self._leaders.find(prefetch.key, tree, match, prefetch.divergence_end_page)
@@ -449,9 +447,10 @@ class Prefetcher:
         return prefetch.key.pages(self._trees.current.page_size) - max(match.pages, prefetch.device_pages)
 
     def _is_due(self, rid: str, key: RadixKey) -> bool:
-        """Return True if a prefetch should start now, see the module's docstring; also while speeds are unknown."""
+        """Return True if a prefetch should start now, see the module's docstring; also while speeds are unknown, and
+        for a hint, so that requests behind it do not wait for its turn."""
         fetch_s = self._break_even.fetch_s(key.pages(self._trees.current.page_size))
-        if fetch_s is None or self._queue.is_first(rid, FIRST):
+        if fetch_s is None or rid not in self._queue or self._queue.is_first(rid, FIRST):
             return True
         lead_s = LEAD * fetch_s + EARLY_S
         return self._wait_s(rid, lead_s) <= lead_s
@@ -481,8 +480,8 @@ class Prefetcher:
 
     def _reason_against(self, prefetch: Prefetch, found: LookupOperation) -> str | None:
         """Return the reason not to read the found pages; None if they are read as soon as there is room."""
-        fetch, pages = prefetch.current, min(found.pages, self._share.pages_max)
-        pages_min = self._share.pages_min + (device_pages := prefetch.device_pages_from(found.start_page))
+        fetch, pages = prefetch.current, min(found.pages, self.share.pages_max)
+        pages_min = self.share.pages_min + (device_pages := prefetch.device_pages_from(found.start_page))
         if found.failed:
             return "prefetch_failed"
         if found.pages < pages_min:
@@ -507,7 +506,7 @@ class Prefetcher:
         reading = (one for one in self._operations if isinstance(one, ReadOperation))
         pages = sum(len(read.host_pages) - read.pages for read in reading)
         pages += sum(
-            min(one.current.paying_pages, self._share.pages_max) for one in self._table.of(State.AWAITING_ROOM)
+            min(one.current.paying_pages, self.share.pages_max) for one in self._table.of(State.AWAITING_ROOM)
         )
         arrivals_per_s = self._queue.arrivals_per_s(self._controller.time_s())
         return Ahead(self._wait_s(prefetch.rid), pages, arrivals_per_s)
@@ -516,7 +515,7 @@ class Prefetcher:
         """Read as many of the found pages as fit, drop the prefetch if too few fit, or let it wait for room that other
         prefetches hold.
         """
-        fetch, share = prefetch.current, self._share
+        fetch, share = prefetch.current, self.share
         found = fetch.operation
         if not isinstance(found, LookupOperation):
             raise InvariantError(f"prefetch: {prefetch.rid!r} waits for room but has no lookup")
@@ -551,8 +550,12 @@ class Prefetcher:
             self._drop(prefetch, found, "prefetch_no_host_room")
 
     def _wait_for_room(self, prefetch: Prefetch, lacks: str) -> None:
+        if not prefetch.is_request:  # requests would wait behind it
+            self._skip(lacks, prefetch)
+            self._end(prefetch)
+            return
         prefetch.current.lacks = lacks
-        self._share.release(prefetch)  # the pages of its previous attempt: the first in line may need them
+        self.share.release(prefetch)  # the pages of its previous attempt: the first in line may need them
         prefetch.current.release()
         if prefetch.state is not State.AWAITING_ROOM:
             self._table.move(prefetch, State.AWAITING_ROOM)
@@ -571,8 +574,7 @@ class Prefetcher:
         """End a prefetch without reads."""
         if not prefetch.looks_again:
             self._skip(reason, prefetch)
-        verdict = Verdict(reason, found.start_page + found.pages)
-        judge(prefetch.current, verdict, has_ranks=self._controller.has_ranks)
+        judge(prefetch.current, reason, found.start_page + found.pages, has_ranks=self._controller.has_ranks)
         self._note_store(found, works=not found.failed)
         self._end(prefetch)
 
@@ -612,7 +614,7 @@ class Prefetcher:
         )
         self._host.commit(arrived, unused)
         if arrived > len(unused):
-            self._share.arrive(prefetch, fetch.tree, node, arrived - len(unused))
+            self.share.arrive(prefetch, fetch.tree, node, arrived - len(unused))
         fetch.hold(node)
 
     def _end(self, prefetch: Prefetch) -> None:
@@ -622,7 +624,7 @@ class Prefetcher:
         self._rest(prefetch)
 
     def _rest(self, prefetch: Prefetch) -> None:
-        self._table.rest(prefetch, holds=self._share.end_of(prefetch) is not None)
+        self._table.rest(prefetch, holds=prefetch in self.share.arrived)
 
     def _skip(self, reason: str, prefetch: Prefetch | None = None) -> bool:
         self._counters.skipped[reason] += 1

@@ -163,7 +163,7 @@ class Prefetch:
     arrived and are not held any more; `promoted_pages` were loaded to L1. An engine with a device cache of its own has
     the first `device_pages` there.
 
-    `span` lasts from `begin_span` until the prefetch is at rest or CANCELLED; `arrived_pages` and `outcome`, the last
+    `span` lasts from `start` until the prefetch is at rest or CANCELLED; `arrived_pages` and `outcome`, the last
     reason why pages were not read, are for it.
     """
 
@@ -174,6 +174,7 @@ class Prefetch:
     device_pages: int = 0
     waited_s: float = 0.0
     waits: bool = True
+    is_request: bool = True  # False: a hint asks for it
     asked_s: float = math.inf
     asked_polls: int = -1
     again_s: float = math.inf
@@ -190,10 +191,6 @@ class Prefetch:
     span: tracing.Span | None = field(default=None, repr=False)
     arrived_pages: int = 0
     outcome: str = ""
-
-    def begin_span(self, missing_pages: int, context: tracing.Context | None) -> None:
-        """Begin the span of a request that asks for `missing_pages`, below `context`."""
-        self.span, self.arrived_pages, self.outcome = tracing.begin("prefetch", context, pages=missing_pages), 0, ""
 
     def start_again(self, key: RadixKey, arrival: int, limit_s: float, device_pages: int) -> None:
         """Start a prefetch at rest again for `key`, usually a longer prompt. Pages that have arrived stay its own."""
@@ -212,11 +209,6 @@ class Prefetch:
             # engine may not have polled for long.
             self.asked_s = now.time_s() if self.asked_polls < 0 else now.polled_s
             self.asked_polls = now.polls
-
-    def note_arrival(self, end_page: int) -> None:
-        """Record that a part up to `end_page` has arrived."""
-        if end_page > self.reached_page:
-            self.reached_page, self.lookups = end_page, 0
 
     def end_page(self, page_size: int) -> int:
         """Return the end of the pages that it may bring."""

@@ -16,7 +16,7 @@ from typing import Unpack
 
 import numpy as np
 
-from ..arguments import WHOLE_MAX, instance, number, whole
+from ..arguments import WHOLE_MAX, instance, whole
 from ..controller import Acks, HiCacheController
 from ..errors import InvariantError, TransferError
 from ..keys import RadixKey
@@ -25,7 +25,7 @@ from ..tiers import FailedTransfer, Fence, HostPool, KVPool, PageSource, Trailin
 from ..types import PageIds
 from .break_even import Route
 from .device_tier import DeviceTier, Eviction
-from .pins import Pin, Pins
+from .pins import Pin
 from .requests import RequestKV, RunningRequests, computed_pages, missing_pages, require_beginning
 from .statistics import CacheStatistics, TierStatistics
 from .tiered import TieredCache, TieredOptions
@@ -50,15 +50,15 @@ class HiRadixCache(TieredCache):
         self._trailing = TrailingTier(trailing, device, controller, self._verifier)
         self._l1 = DeviceTier(
             device.allocator, self._trees, self._l2, controller, self._counters, self.break_even,
-            trailing=self._trailing, release_arrived=self._prefetcher.chunked.release_arrived,
+            self._trailing, self._prefetcher.share.release_arrived,
         )
         # The verifier verifies the pages that a request is about to load; slots are filled from copies on L2.
         if self._verifier is None and not trailing:
-            self._prefetcher.chunked.promote = self._l1.promote
+            self._prefetcher.share.promote = self._l1.promote
         self._prefetcher.may_have_room = self._may_have_room
         if trailing and self._verifier is None:  # it does not let the copies of pages on L1 be loaded
             self._prefetcher.match = self._match
-        self._pins = Pins(controller.time_s, int(self.config.pin_host_share * host.pages))
+        self._hints.device = self._l1
         self._device_fault: TransferError | None = None
         self._untold_fault: TransferError | None = None  # to be raised in the next forward
 
@@ -73,12 +73,7 @@ class HiRadixCache(TieredCache):
         return self.tree.peek(self._reusable(key))
 
     def begin_request(self, rid: str, key: RadixKey, *, priority: int = 0) -> RequestKV | None:
-        """Give a request its KV: the cached prefix, loaded back from L2 if necessary, and new pages for the rest of
-        `key`.
-
-        Return None, holding nothing, if L1 has no room now, even after evicting. With write_back, pages may be about to
-        become free.
-        """
+        """As `TreeCache.begin_request`. After None, with write_back, pages may be about to become free."""
         pages, priority = require_beginning(rid, key, priority, self.device)
         self._require_service()
         self.running.require_new(rid)
@@ -105,28 +100,16 @@ class HiRadixCache(TieredCache):
             raise InvariantError("L1: no pages are free for a request after room was made for it")
         request = RequestKV(rid, key, np.concatenate((shared, own)), len(shared), tree, node, priority, load)
         if not self._trailing.begin(request):
-            self._refuse_slots(request)
+            self._counters.skipped["no_slots"] += 1
+            tree.unlock(node)
+            self._l1.free(own)
             return None
         self.running.add(request)
         self.caller.forget_refusals(rid)
-        if self._verifier is not None:
-            self._verifier.forget(rid)
-        known_pages = self._note_uses(rid, key, len(shared), begins=True).known_pages
-        tree.use(node, priority, len(shared) - known_pages)
-        self._pins.used(node)
-        self._l2.reused(node)
-        self._l1.used(node)
-        request.device_hit_tokens, request.host_hit_tokens, request.storage_hit_tokens = self._count_hits(
-            rid, key, len(match.device_pages), len(loaded)
+        request.device_hit_tokens, request.host_hit_tokens, request.storage_hit_tokens = self._begun(
+            rid, key, tree, node, len(match.device_pages), len(loaded), priority=priority
         )
-        self._queue.progress(rid, key.prompt_tokens - request.cached_tokens, self.controller.time_s())
         return request
-
-    def _refuse_slots(self, request: RequestKV) -> None:
-        """Take back the pages and the lock of a request that cannot begin."""
-        self._counters.skipped["no_slots"] += 1
-        request.tree.unlock(request.last_node)
-        self._l1.free(request.pages[request.shared_pages :])
 
     def start_loading(self) -> Transfer | None:
         """Start the loads of this step as one copy. REQUIRES: called once per step, before the forward."""
@@ -160,12 +143,8 @@ class HiRadixCache(TieredCache):
         return prepared
 
     def cache_unfinished_req(self, request: RequestKV, key: RadixKey) -> None:
-        """Share the computed KV of a running request: the whole pages of `key`, whose KV must be written.
-
-        If the tree already had some of the pages, the request's copies are freed and `request.pages` gets the tree's
-        pages. The lock moves to the end of the shared pages. Does nothing for a request of earlier weights, while pages
-        of the tree are being loaded, and after a device copy has failed.
-        """
+        """As `TreeCache.cache_unfinished_req`. The lock moves to the end of the shared pages. Does nothing for a
+        request of earlier weights, while pages of the tree are being loaded, and after a device copy has failed."""
         self.caller.require()
         self.running.require(request)
         full = computed_pages(request, key, self.page_size)
@@ -196,14 +175,12 @@ class HiRadixCache(TieredCache):
             self._l1.used(inserted.node)
 
     def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
-        """End a request: share the whole pages of `key` (None: share nothing, as after an abort) and free the rest.
-
-        Cancels a load of an aborted request that has not started.
-        """
+        """As `TreeCache.cache_finished_req`. Cancels a load of an aborted request that has not started."""
         self.caller.require()
         self.running.require(request)
         if key is not None:
             self.cache_unfinished_req(request, key)
+            self._hints.note(request.rid, key)
         if request.gathers and request.tree is self.tree:
             self._l1.used(request.last_node)
         self._trailing.end(request)
@@ -214,6 +191,7 @@ class HiRadixCache(TieredCache):
             self._l1.cancel_load(request.load)
         self._trees.sweep()
         self.running.end(request)
+        self._hints.ends(request.rid, completed=key is not None and request.tree is self.tree)
 
     def insert(self, key: RadixKey, device_pages: PageIds, *, priority: int = 0) -> Inserted:
         """Insert L1 pages with the whole pages of `key` into the tree, and back them up as the policy says.
@@ -253,23 +231,16 @@ class HiRadixCache(TieredCache):
         return self._l1.request_pages
 
     def pin(self, key: RadixKey, ttl_s: float) -> Pin | None:
-        """Keep the cached whole pages of `key` until `ttl_s` seconds after their last use. Return a handle that ends it
-        sooner, or None, pinning nothing, if pins would exceed their share of L2.
-        """
-        ttl_s = number("ttl_s", ttl_s, positive=True)
-        self.caller.require()
-        match = self.tree.match(key)
-        if (pin := self._pins.add(self.tree, match, ttl_s)) is None:
-            self._counters.skipped["pin_share"] += 1
-        else:
-            self._l1.used(match.node)
+        """As in `TieredCache`; the pages are also copied to L2."""
+        pin = super().pin(key, ttl_s)
+        if pin is not None and pin.pages:
+            self._l1.used(pin.node)
         return pin
 
     # Storage
 
     def prefetch_from_storage(self, rid: str, key: RadixKey, *, trace: Mapping[str, str] | None = None) -> bool:
-        """Start reading from storage the part of `key` that is not on L1 or L2, now or in turn. Return False if that
-        does not pay or is not possible."""
+        """As `TreeCache.prefetch_from_storage`; the reads begin now or in turn."""
         context = self._note_trace(instance("rid", rid, str), trace)
         reusable = self._reusable(key)
         self.caller.called()
@@ -279,11 +250,8 @@ class HiRadixCache(TieredCache):
         return in_service and self._prefetcher.start(rid, reusable, context, at_once=self._prefetches_at_once)
 
     def check_prefetch_progress(self, rid: str) -> bool:
-        """Return True once the prefetch has ended or its time is over, and while storage is paused. The pages that have
-        arrived by then are in the tree.
-
-        With `integrity.verify: load`, the frames that the request would load must also be verified.
-        """
+        """Return True once the prefetch has ended or its time is over, and while storage is paused; its pages are then
+        in the tree. With `integrity.verify: load`, the frames that the request would load must also be verified."""
         self.caller.called()
         return self._prefetcher.ready(rid) and (self._verifier is None or self._verifier.ready(rid))
 
@@ -293,22 +261,10 @@ class HiRadixCache(TieredCache):
             self._verifier.forget(rid)
         self._prefetcher.abort(rid)
         self._contexts.pop(rid, None)
+        self._hints.ends(rid, completed=False)
         self.caller.forget_refusals(rid)
 
-    # Emptying
-
-    def clear(self) -> None:
-        """As in `TieredCache`. Running requests keep their KV until they end, and share none of it. Pins end."""
-        self._pins.clear()
-        super().clear()
-
     # Each step
-
-    def poll(self) -> bool:
-        """As in `TieredCache`; also ends expired pins."""
-        ended = super().poll()
-        self._pins.expire()
-        return ended
 
     def _take_in(self, acks: Acks) -> None:
         if acks.fault is not None:
@@ -324,12 +280,10 @@ class HiRadixCache(TieredCache):
                 if self._trailing.loaded(load):
                     continue
                 self._l1.loaded(load, outcome)
-                self._prefetcher.chunked.loaded(load)
+                self._prefetcher.share.loaded(load)
         for page_count, seconds in acks.load_times:
             self.break_even.observe_transfer(Route.LOAD, page_count, seconds)
         super()._take_in(acks)
-
-    # Inside
 
     def _save(self, node: Node) -> bool:
         if self._device_fault is not None:
@@ -354,8 +308,21 @@ class HiRadixCache(TieredCache):
             raise self._device_fault
         super()._require_service()
 
-    def _count_hits(self, rid: str, key: RadixKey, device_pages: int, loaded_pages: int) -> tuple[int, int, int]:
-        """Count a request that begins. Return its tokens from L1, L2 and storage."""
+    def _begun(
+        self, rid: str, key: RadixKey, tree: RadixTree, node: Node, device_pages: int, loaded_pages: int, *,
+        priority: int,
+    ) -> tuple[int, int, int]:
+        """Count a request that begins with the path to `node`. Return its tokens from L1, L2 and storage."""
+        if self._verifier is not None:
+            self._verifier.forget(rid)
+        pages = device_pages + loaded_pages
+        known_pages = self._note_uses(rid, key, pages, begins=True).known_pages
+        if tree is self.tree:
+            tree.use(node, priority, pages - known_pages)
+            self._begins(rid, key, node)
+            self._l2.reused(node)
+            self._l1.used(node)
+        self._queue.progress(rid, key.prompt_tokens - pages * self.page_size, self.controller.time_s())
         arrived, promoted = self._prefetcher.take_arrived(rid)
         arrived, promoted = min(loaded_pages, arrived), min(device_pages, promoted)
         hits = [device_pages - promoted, loaded_pages - arrived, arrived + promoted]
@@ -385,7 +352,6 @@ class HiRadixCache(TieredCache):
         """Raises InvariantError if a tree, a pool or a count is inconsistent. Visits every node."""
         super().check()
         self._l1.check()
-        self._pins.check(self.tree)
         self._trailing.check(list(self.running), self._l1.pages_in_backups())
         if self.running.check() > self.request_pages:
             raise InvariantError(f"L1: {self.request_pages} pages are not the tree's, requests hold more")

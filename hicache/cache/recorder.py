@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from ..arguments import instance, whole
 from ..events import Cleared, EventStream, Medium, Origin, Recorded, Removed, RemovedRun, Snapshot, StoredRun
@@ -87,28 +88,24 @@ class EventRecorder:
             node.visited = 1
             self._enter(node)
         event = self.stored_run(medium, tree, node, self.session_id)
-        self.stream.put(event)
-        walk = self._walk
-        if walk is not None:
-            walk.added(event, tree, node)
+        self._added(event, tree, node)
         if node.stored and medium is Medium.HOST:
-            event = event._replace(medium=Medium.STORAGE)
-            self.stream.put(event)
-            if walk is not None:
-                walk.added(event, tree, node)
+            self._added(event._replace(medium=Medium.STORAGE), tree, node)
+
+    def _added(self, event: StoredRun, tree: PrefixTree, node: Node) -> None:
+        self.stream.put(event)
+        if self._walk is not None:
+            self._walk.added(event, tree, node)
 
     def grown(self, tree: PrefixTree, node: Node, pages: int, prior: bytes | PageChain) -> None:
         """See `TreeObserver`."""
         part = node.key[-pages * tree.page_bytes :]
         given = tree.position_bytes == PAGE_KEY_BYTES
         keys = part if given else PageChain(part, tree.page_bytes // TOKEN_BYTES, prior)
-        event = StoredRun(
+        self._added(StoredRun(
             Medium.DEVICE, pages, keys, prior if given else b"", False, b"" if given else part, tree.page_size,
             self._origin(node, self.session_id),
-        )
-        self.stream.put(event)
-        if self._walk is not None:
-            self._walk.added(event, tree, node)
+        ), tree, node)
 
     def removed(self, medium: Medium, tree: PrefixTree, node: Node) -> None:
         """Record that `node` is about to leave `medium`, or was lost by storage."""
@@ -121,11 +118,7 @@ class EventRecorder:
             self._leave(tree, node)
 
     def _enter(self, node: Node) -> None:
-        number = node.id // BLOCK_NODES
-        block = self._blocks.get(number)
-        if block is None:
-            block = self._blocks[number] = {}
-        block[node.id] = node
+        self._blocks.setdefault(node.id // BLOCK_NODES, {})[node.id] = node
 
     def _leave(self, tree: PrefixTree, node: Node) -> None:
         """Handle that `node` is about to leave the tree, so its parent may become a leaf."""
@@ -205,11 +198,12 @@ class EventRecorder:
         return origin if session_id is None else origin._replace(session_id=session_id)
 
 
+@dataclass(eq=False, repr=False)
 class SnapshotWalk:
     """A snapshot of a tree that is made in slices, while the tree changes between them.
 
     Invariant: the events in the snapshot so far, applied in order, give the media that the visited nodes are on now.
-    `Node.visited` of a visited node is `mark`. The ancestors of a visited node are visited.
+    `Node.visited` of a visited node is `_mark`. The ancestors of a visited node are visited.
 
     A visit puts the node's current media into the snapshot, after those of its ancestors. From then on, each event of
     the node is put there at once. While a node is not visited, an event that removes its pages is skipped: a later
@@ -222,14 +216,13 @@ class SnapshotWalk:
     tree, and continues with the stream.
     """
 
-    def __init__(
-        self, blocks: dict[int, dict[int, Node]], snapshot: Snapshot, mark: int, recorder: EventRecorder
-    ) -> None:
-        self.snapshot = snapshot
-        self._blocks = blocks
-        self._mark = mark
-        self._recorder = recorder
-        self._numbers = list(blocks)
+    _blocks: dict[int, dict[int, Node]]
+    snapshot: Snapshot
+    _mark: int
+    _recorder: EventRecorder
+
+    def __post_init__(self) -> None:
+        self._numbers = list(self._blocks)
         self._nodes: list[Node] = []
 
     def advance(self, tree: PrefixTree, seconds: float) -> bool:

@@ -9,6 +9,7 @@ import logging
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 from ..backends.base import Direction, SetOutcome
 from ..backends.compose import CopyStatistics
@@ -103,38 +104,31 @@ def dropped_by_stores(stores: Iterable[StoreStatistics], copies: Mapping[str, Co
     return found
 
 
+@dataclass(eq=False, repr=False)
 class DropLog:
     """Logs a warning if limits have dropped work since the last comparison, with `counts` by limit and `words` for
-    each. Also calls `look` each time."""
+    each."""
 
-    def __init__(
-        self,
-        counts: Callable[[], Counter[str]],
-        words: Mapping[str, str] = LIMITS,
-        period_s: float = PERIOD_S,
-        look: Callable[[], None] = lambda: None,
-        clock: Clock = SYSTEM_CLOCK,
-    ) -> None:
-        self._counts = counts
-        self._words = words
-        self._look_too = look
-        self._backoff = Backoff(period_s, PERIOD_S_MAX)
-        self._quiet_s = period_s
+    counts: Callable[[], Counter[str]]
+    words: Mapping[str, str] = field(default_factory=lambda: LIMITS)
+    period_s: float = PERIOD_S
+    clock: Clock = SYSTEM_CLOCK
+
+    def __post_init__(self) -> None:
+        self._backoff = Backoff(self.period_s, PERIOD_S_MAX)
         self._seen: Counter[str] = Counter()
-        self._clock = clock
-        self._looked_s = clock()
-        self._task = BackgroundTask("drop-log", self._look, clock=clock)
-        self._task.wake(self._looked_s + period_s)
+        self._looked_s = self.clock()
+        self._task = BackgroundTask("drop-log", self._look, clock=self.clock)
+        self._task.wake(self._looked_s + self.period_s)
 
     def _look(self) -> float:
-        self._look_too()
-        found, time_s = self._counts(), self._clock()
+        found, time_s = self.counts(), self.clock()
         new, since_s = found - self._seen, time_s - self._looked_s
         self._seen, self._looked_s = found, time_s
         if not new:
             self._backoff.reset()
-            return time_s + self._quiet_s
-        drops = "; ".join(f"{count:,} {self._words.get(reason, reason)}" for reason, count in new.most_common())
+            return time_s + self.period_s
+        drops = "; ".join(f"{count:,} {self.words.get(reason, reason)}" for reason, count in new.most_common())
         logger.warning("dropped in the last %.0f s: %s", since_s, drops)
         return time_s + self._backoff.next_s()
 
@@ -144,7 +138,7 @@ class DropLog:
             self._look()
 
 
-class CacheLog:
+class CacheLog(DropLog):
     """The log of one cache, whose bound method is `statistics`. Its thread does not keep the cache alive."""
 
     def __init__(
@@ -162,17 +156,12 @@ class CacheLog:
             namespace.name, state.weights_epoch,
         )
         self._statistics = weakref.WeakMethod(statistics)
-        self._drops = DropLog(lambda: dropped(self._state), look=self._look, clock=clock)
+        super().__init__(lambda: dropped(self._state), clock=clock)
 
-    def _look(self) -> None:
-        statistics = self._statistics()
-        if statistics is None:
-            return
-        before, self._state = self._state, statistics()
-        if self._state.weights_epoch != before.weights_epoch:
-            logger.info("new weights: epoch %d replaces %d; the cache starts empty, and storage is reopened",
-                        self._state.weights_epoch, before.weights_epoch)
-
-    def close(self) -> None:
-        """End the thread, after a last comparison."""
-        self._drops.close()
+    def _look(self) -> float:
+        if (statistics := self._statistics()) is not None:
+            before, self._state = self._state, statistics()
+            if self._state.weights_epoch != before.weights_epoch:
+                logger.info("new weights: epoch %d replaces %d; the cache starts empty, and storage is reopened",
+                            self._state.weights_epoch, before.weights_epoch)
+        return super()._look()

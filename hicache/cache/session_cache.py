@@ -235,8 +235,6 @@ class SessionCache(HiRadixCache):
             self._close(session, "closed")
         return super().close(timeout_s)
 
-    # Inside
-
     def _continue(self, session: _Session, held: RequestKV, request: RequestKV) -> None:
         """Move the partial page of a session to its turn, and free the turn's own page for those tokens."""
         self._counts["continued"] += 1
@@ -282,6 +280,8 @@ class SessionCache(HiRadixCache):
             session.last_turn, session.before = request.rid, session.lent
         before = session.held
         session.held = self.running.hand_over(request, key=key, pages=request.pages[:pages])
+        self._hints.note(request.rid, key)
+        self._hints.ends(request.rid)
         if before is not None:
             super().cache_finished_req(before, None)
 

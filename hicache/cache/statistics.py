@@ -6,8 +6,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any
 
 # Readers of snapshots, such as the exporter, do not need PyTorch.
 if TYPE_CHECKING:
@@ -66,7 +66,13 @@ class CacheCounters:
     verified_pages: Counter[str] = field(default_factory=Counter)
     skipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0))
     lookups: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LOOKUP_OUTCOMES, 0))
+    hints: Counter[tuple[str, str]] = field(default_factory=Counter)  # by action and outcome
     lost_pages: int = 0
+
+    def totals(self) -> dict[str, Any]:
+        """Return a copy of all counters, by their names in `CacheStatistics`."""
+        values = ((one.name, getattr(self, one.name)) for one in fields(self))
+        return {name: dict(value) if isinstance(value, dict) else value for name, value in values}
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +134,7 @@ class CacheStatistics:
     sessions: SessionStatistics | None = None
     lost_pages: int = 0
     unsaved_pages: int = 0
+    hints: Mapping[tuple[str, str], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from ..arguments import instance
 from ..backends.base import Direction
@@ -19,27 +20,23 @@ from .trees import Trees
 OpenStorage = Callable[[int], Storage]
 
 
+@dataclass(eq=False, repr=False)
 class StorageControl:
     """The operator's controls of a cache's storage. Methods do not block.
 
     With ranks, all make the same call in the same step, except for `override`: one rank that switches a direction off
-    is enough. `open_storage` opens the store of a weights epoch; without it, `attach` needs an argument.
+    is enough. `_open_storage` opens the store of a weights epoch; without it, `attach` needs an argument.
     """
 
-    def __init__(
-        self,
-        controller: HiCacheController,
-        trees: Trees,
-        prefetcher: Prefetcher,
-        open_storage: OpenStorage | None,
-        weights_epoch: int,
-    ) -> None:
-        self._controller = controller
-        self._trees = trees
-        self._prefetcher = prefetcher
-        _require_opener(open_storage)
-        self._configured = self._open_storage = open_storage
-        self._epoch = weights_epoch
+    _controller: HiCacheController
+    _trees: Trees
+    _prefetcher: Prefetcher
+    _open_storage: OpenStorage | None
+    _epoch: int
+
+    def __post_init__(self) -> None:
+        _require_opener(self._open_storage)
+        self._configured = self._open_storage
 
     @property
     def attached(self) -> bool:

@@ -29,15 +29,18 @@ from ..controller import PREFETCH_S_MAX, Acks, HiCacheController, ReadOperation
 from ..errors import InvalidInput, RankError
 from ..events import EventStream, Publisher
 from ..frame import FrameCodec
+from ..hints import Outcome
 from ..histogram import STEP_BOUNDS_S, Histogram
 from ..keys import TOKEN_BYTES, Namespace, RadixKey, key_page_bytes, require_epoch
 from ..radix import NO_HISTORY, RUN_PAGES_MAX, AdaptiveEviction, Node, RadixTree, UseHistory, check_tree, make_policy
 from ..tiers import HostPool, PagePool
 from .break_even import BreakEven
 from .compute_queue import ComputeQueue
+from .hints import HintExecutor
 from .host_tier import COPIES_SHARE_MAX, HostTier
 from .mailbox import Mailbox
 from .misuse import CallerWatch
+from .pins import Pin, Pins
 from .prefetch import Prefetcher
 from .recorder import EventRecorder
 from .report import CacheLog, log_end
@@ -97,18 +100,10 @@ class TieredCache:
     on_collected: Callable[[TieredCache], None] | None = None
 
     def __init__(  # noqa: PLR0913 - the options of `TieredOptions`
-        self,
-        host: HostPool,
-        controller: HiCacheController,
-        device: PagePool,
-        *,
-        position_bytes: int = TOKEN_BYTES,
-        open_storage: Callable[[int], Storage] | None = None,
-        weights_epoch: int = 0,
-        break_even: BreakEven | None = None,
-        host_codec: Callable[[int], FrameCodec] | None = None,
-        kept: KeptFrames | None = None,
-        release: Callable[[], None] = lambda: None,
+        self, host: HostPool, controller: HiCacheController, device: PagePool, *, position_bytes: int = TOKEN_BYTES,
+        open_storage: Callable[[int], Storage] | None = None, weights_epoch: int = 0,
+        break_even: BreakEven | None = None, host_codec: Callable[[int], FrameCodec] | None = None,
+        kept: KeptFrames | None = None, release: Callable[[], None] = lambda: None,
     ) -> None:
         self.config = config = controller.config
         self.page_size = host.shape.tokens
@@ -128,9 +123,7 @@ class TieredCache:
         self._uses: UseMemory | None = None
         if config.write_policy == "write_through_selective":  # the only policy that counts uses
             self._uses = UseMemory(self.tree.page_bytes, config.selective_hits, config.selective_first_share)
-        self._l2 = HostTier(host, self._trees, controller, self._counters, self.break_even, kept)
-        self._queue = ComputeQueue()
-        self._prefetcher = Prefetcher(self._trees, self._l2, controller, self._counters, self.break_even, self._queue)
+        self._add_parts(kept)
         self._host_codec = host_codec
         self._scrubber = self._new_verifier() if config.integrity.verifies_host else None
         self._verifier = self._scrubber if config.integrity.verify == "load" else None  # loads wait for it
@@ -145,6 +138,14 @@ class TieredCache:
         # Requests that must have used a page before it is stored.
         self._saved_hits_min = config.selective_hits if config.write_policy == "write_through_selective" else 0
         self._unsaved_pages = self.warming_pages = 0
+
+    def _add_parts(self, kept: KeptFrames | None) -> None:
+        trees, controller, counters = self._trees, self.controller, self._counters
+        self._l2 = HostTier(self.host, trees, controller, counters, self.break_even, kept)
+        self._queue = ComputeQueue()
+        self._prefetcher = Prefetcher(trees, self._l2, controller, counters, self.break_even, self._queue)
+        self._pins = Pins(controller.time_s, int(self.config.pin_host_share * self.host.pages))
+        self._hints = HintExecutor(trees, self._l2, controller, counters, self._pins, self._prefetcher)
 
     def _new_tree(self) -> RadixTree:
         bounds = self.config.transfer
@@ -176,9 +177,7 @@ class TieredCache:
         if self.controller.has_ranks:
             raise InvalidInput("integrity.verify, scrub_rate: not supported with several ranks; remove the entries")
         self.controller.host_codec = self._host_codec(self.weights_epoch)
-        return LoadVerifier(
-            self._trees, self._l2, self._counters, self.controller, self.config.integrity.scrub_rate
-        )
+        return LoadVerifier(self._trees, self._l2, self._counters, self.controller, self.config.integrity.scrub_rate)
 
     @property
     def tree(self) -> RadixTree:
@@ -194,11 +193,10 @@ class TieredCache:
     # Emptying
 
     def clear(self) -> None:
-        """Forget all pages on L1 and L2; does not block. Storage keeps its pages.
-
-        Requests and operations keep their pages until they end; these are not shared any more.
-        """
+        """See `TreeCache`. Does not block. Storage keeps its pages, and operations keep theirs until they end."""
         self.caller.require()
+        self._pins.clear()
+        self._hints.clear()
         self._prefetcher.cancel_all()
         self._trees.retire()
         if self._l2.kept is not None:
@@ -209,12 +207,8 @@ class TieredCache:
             self._events.cleared()
 
     def update_weights(self, epoch: int) -> None:
-        """Switch to new weights: pages of previous epochs are no longer served or stored. Does not block.
-
-        Clears as `clear`, and opens storage again under the namespace of `epoch`, where older pages are unreachable;
-        until it is open, the cache has no storage. Raises InvalidInput, changing nothing, for an epoch that is not an
-        integer above the current one, and if the cache has storage but no `open_storage`.
-        """
+        """See `TreeCache`. Opens storage again under the namespace of `epoch`, where older pages are unreachable; until
+        it is open, the cache has no storage. Also raises InvalidInput if it has storage but no `open_storage`."""
         self.caller.require()
         epoch = require_epoch(epoch, above=self.weights_epoch)
         self.storage.require_opener()
@@ -225,11 +219,7 @@ class TieredCache:
         self.storage.use_epoch(epoch)
 
     def record_events(self, stream: EventStream, publisher: Publisher | None = None) -> None:
-        """Write the pages that are added to and removed from each tier into `stream`.
-
-        The cache closes `publisher`, which reads the stream, and shows its counters in `statistics`. Raises
-        InvalidInput if the cache is already in use, because the stream would lack earlier events.
-        """
+        """See `TreeCache`. `statistics` shows the counters of `publisher`, which reads the stream."""
         instance("stream", stream, EventStream)
         if self.tree.node_count or self._events is not None:
             raise InvalidInput("events: call record_events once, before the first request")
@@ -237,16 +227,29 @@ class TieredCache:
         self._publisher = publisher
 
     def name_origin(
-        self,
-        *,
-        extra_key: str | None = None,
-        cache_salt: str | None = None,
-        lora_id: int | None = None,
+        self, *, extra_key: str | None = None, cache_salt: str | None = None, lora_id: int | None = None,
         lora_name: str | None = None,
     ) -> None:
         """See `TreeCache`."""
         if self._events is not None:
             self._events.describe(extra_key, cache_salt, lora_id, lora_name)
+
+    # What to keep
+
+    def pin(self, key: RadixKey, ttl_s: float) -> Pin | None:
+        """See `TreeCache`."""
+        ttl_s = number("ttl_s", ttl_s, positive=True)
+        self.caller.require()
+        if (pin := self._pins.add(self.tree, self.tree.match(key), ttl_s)) is None:
+            self._counters.skipped["pin_share"] += 1
+        return pin
+
+    def hint(self, envelope: object, rid: str | None = None, *, cache_salt: str | None = None) -> list[Outcome]:
+        """See `TreeCache`."""
+        self.caller.require()
+        if rid is None:
+            return self._hints.take(envelope)
+        return self._hints.take_from(instance("rid", rid, str), envelope, cache_salt, self._contexts.get(rid))
 
     # Warm-up
 
@@ -292,10 +295,7 @@ class TieredCache:
     # Each step
 
     def record_prefill(self, tokens: int, seconds: float) -> None:
-        """Record that a forward over `tokens` prompt tokens took `seconds`: a hit must be faster than that.
-
-        REQUIRES: the forward did not wait for a load. Without these calls, almost every hit is fetched.
-        """
+        """See `TreeCache`. Without these calls, almost every hit is fetched."""
         self.break_even.observe_prefill(whole("tokens", tokens), number("seconds", seconds))
 
     def record_arrival(self, rid: str, left_tokens: int, *, again: bool = False) -> None:
@@ -313,11 +313,8 @@ class TieredCache:
         self._queue.progress(rid, left_tokens, self.controller.time_s())
 
     def poll(self) -> bool:
-        """Complete the operations that have ended and start queued ones. Call it once per step.
-
-        Return True if any operation ended. Never blocks without ranks. With ranks, all call it equally often; it waits
-        for the slowest if that is a whole step behind, and raises RankError if one is lost or their states diverge.
-        """
+        """See `TreeCache`. Never blocks without ranks. With ranks, all call it equally often; it waits for the slowest
+        if that is a whole step behind, and raises RankError if one is lost or their states diverge."""
         began_s = time.perf_counter()
         caller = self.caller
         if get_ident() != caller.owner_id and not self.closed:
@@ -337,7 +334,10 @@ class TieredCache:
         self._l2.drop_released()
         self.controller.report(self.break_even.rates())
         self.break_even.use_rates(self.controller.rates)
+        if self._hints.is_busy:
+            self._hints.advance()
         self._prefetcher.start_waiting()
+        self._pins.expire()
         if self.mailbox.pending:
             self.mailbox.serve()
         self._step_time.add(time.perf_counter() - began_s)
@@ -355,9 +355,17 @@ class TieredCache:
 
     def _note_uses(self, rid: str | None, key: RadixKey, pages: int, *, begins: bool = False) -> UseHistory:
         """Count a request as a user of the first `pages` pages of `key`, once for each page; see `UseMemory`."""
-        if begins and self.tree.adaptive is not None:
-            self.tree.adaptive.begin(key)
+        if begins:
+            self.tree.times.note(self.controller.time_s(), self.tree.tick)
+            if self.tree.adaptive is not None:
+                self.tree.adaptive.begin(key)
         return NO_HISTORY if self._uses is None else self._uses.note(rid, key, pages, begins=begins)
+
+    def _begins(self, rid: str, key: RadixKey, node: Node) -> None:
+        """Note that a request begins with the path to `node`: pins restart, and a session that waited has returned."""
+        self._pins.used(node)
+        if self._hints.is_used:
+            self._hints.begins(rid, key, node)
 
     def _note_trace(self, rid: str, trace: Mapping[str, str] | None) -> tracing.Context | None:
         """Record the trace of a request until it begins or is aborted, and return it. Raises InvalidInput."""
@@ -365,6 +373,7 @@ class TieredCache:
             instance("trace", trace, Mapping)  # type: ignore[type-abstract]
             if (context := tracing.context_of(trace)) is not None:
                 self._contexts[rid] = context
+                self._hints.trace(rid, context)
         return self._contexts.get(rid)
 
     def _require_service(self) -> None:
@@ -373,21 +382,16 @@ class TieredCache:
         self.caller.called()
 
     def take_over(self) -> None:
-        """Make the calling thread the owner, which makes all calls from now on. REQUIRES: no other thread is in a call,
-        and the earlier owner makes no more calls unless it takes over again."""
+        """See `TreeCache`."""
         self.caller.take_over()
 
     # State
 
     def statistics(self) -> CacheStatistics:
         """Return a snapshot of all tiers. Any thread may call it; it may query the store's usage."""
-        counters, tree, publisher = self._counters, self.tree, self._publisher
+        tree, publisher = self.tree, self._publisher
         return CacheStatistics(
-            requests=counters.requests,
-            prompt_tokens=counters.prompt_tokens,
-            hit_tokens=dict(counters.hit_tokens),
-            evicted_pages=dict(counters.evicted_pages),
-            skipped=dict(counters.skipped),
+            **self._counters.totals(),
             nodes=tree.node_count,
             pinned_pages=tree.pinned_pages,
             weights_epoch=self.weights_epoch,
@@ -399,9 +403,6 @@ class TieredCache:
             controller=self.controller.statistics(),
             events=None if self._events is None else self._events.stream.statistics(),
             publisher=None if publisher is None else publisher.statistics(),
-            lookups=dict(counters.lookups),
-            lost_pages=counters.lost_pages,
-            verified_pages=dict(counters.verified_pages),
             prefetch_wait=self._prefetcher.wait.statistics(),
             prefetches_waiting=self._prefetcher.waiting,
             step=self._step_time.statistics(),
@@ -414,6 +415,8 @@ class TieredCache:
         for tree in self._trees.all():
             check_tree(tree)
         self._l2.check()
+        self._pins.check(self.tree)
+        self._hints.check()
         self._prefetcher.check()
         self._queue.check()
         self.controller.gate.check()

@@ -18,7 +18,7 @@ Called by the scheduler thread alone; no lock.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -66,7 +66,8 @@ class UseMemory:
         self._words = page_bytes // 4
         self._uses_max = min(uses_max, _COUNT_MAX)
         self._first_below = int(first_share * 2**64)
-        self._word_factors = _odd_numbers(self._words)
+        # Odd numbers that look random and are the same in every process (SplitMix64).
+        self._word_factors = _mixed(np.arange(1, self._words + 1, dtype=np.uint64) * _GOLDEN) | np.uint64(1)
         self._slots = np.zeros(1 << SLOTS_LOG2, np.uint32)
         self._requests: dict[str, _Request] = {}  # by request id, the oldest first
 
@@ -135,9 +136,3 @@ def _mixed(values: _Words) -> _Words:
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
-
-
-def _odd_numbers(count: int) -> _Words:
-    """Numbers that look random and are the same in every process (SplitMix64)."""
-    steps: npt.NDArray[Any] = np.arange(1, count + 1, dtype=np.uint64)
-    return _mixed(steps * _GOLDEN) | np.uint64(1)

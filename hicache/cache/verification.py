@@ -68,6 +68,7 @@ class _Request:
     proof: Proof | None = None
 
 
+@dataclass(eq=False, repr=False)
 class LoadVerifier:
     """See the module's docstring. `controller.host_codec` is the codec of frames in the current tree. `scrub_rate` is
     in bytes per second, None without a scrub.
@@ -76,20 +77,14 @@ class LoadVerifier:
     until its `proved_until_s`, which has passed for pages that were not verified since they arrived on L2.
     """
 
-    def __init__(
-        self,
-        trees: Trees,
-        host: HostTier,
-        counters: CacheCounters,
-        controller: HiCacheController,
-        scrub_rate: int | None,
-    ) -> None:
-        self._trees = trees
-        self._host = host
-        self._counters = counters
-        self._controller = controller
-        self._clock = clock = controller.clock
-        self._scrub_rate = scrub_rate
+    _trees: Trees
+    _host: HostTier
+    _counters: CacheCounters
+    _controller: HiCacheController
+    _scrub_rate: int | None
+
+    def __post_init__(self) -> None:
+        self._clock = self._controller.clock
         self._round: tuple[RadixTree, Iterator[Node]] | None = None  # the scrub's position
         self._scrub_at = -math.inf
         self._closed = False
@@ -97,7 +92,7 @@ class LoadVerifier:
         self._running: dict[Proof, None] = {}
         self._finished: queue.SimpleQueue[Proof] = queue.SimpleQueue()
         self._worker: SupervisedPool[Proof] = SupervisedPool(
-            "verify", 1, handle=self._prove, acknowledge=self._finished.put, patience_s=_PATIENCE_S, clock=clock
+            "verify", 1, handle=self._prove, acknowledge=self._finished.put, patience_s=_PATIENCE_S, clock=self._clock
         )
 
     # Requests
@@ -126,17 +121,15 @@ class LoadVerifier:
             return True
         request = self._requests.setdefault(rid, _Request(key))
         proof = request.proof
-        if proof is None or (proof.until_s is not None and not self._is_final(proof, proof.until_s)):
+        if proof is None or (proof.until_s is not None and not (
+            # If it has found damage, its request computes. Otherwise pages that are not verified have come since.
+            proof.damage is not None and proof.tree is self._tree and self._clock() < proof.until_s
+        )):
             pages = sum(map(self._tree.pages, nodes))
             waited_for = (one for one in self._running if not one.scrubs)
             same = (one for one in waited_for if one.node is nodes[-1] and len(one.pages) >= pages)
             proof = request.proof = next(same, None) or self._start(nodes)
         return proof.until_s is not None
-
-    def _is_final(self, proof: Proof, until_s: float) -> bool:
-        """Return True if an ended proof has found damage, so that its request computes. Otherwise pages that are not
-        verified have come since."""
-        return proof.damage is not None and proof.tree is self._tree and self._clock() < until_s
 
     def may_load(self, node: Node) -> bool:
         """Return True if the frames of `node` were verified recently enough."""
@@ -175,8 +168,6 @@ class LoadVerifier:
         """End the worker. Blocks. Return False if it did not end in time."""
         self._closed = True
         return self._worker.close(timeout_s)
-
-    # Inside
 
     @property
     def _tree(self) -> RadixTree:

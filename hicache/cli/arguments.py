@@ -1,9 +1,8 @@
-"""Parameter types of several commands: paths, sizes, durations, counts and namespaces."""
+"""Parameter types of several commands: paths, sizes, durations and namespaces."""
 
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import shutil
 import sys
@@ -14,11 +13,8 @@ from typing import Any
 
 import click
 
-from ..config.files import expanded
+from ..config.files import usable
 from ..units import parse_duration, parse_size
-
-# The seeds of random number generators.
-SEED_MAX = (1 << 63) - 1
 
 
 class UserPath(click.Path):
@@ -31,17 +27,8 @@ class UserPath(click.Path):
         super().__init__(path_type=Path, dir_okay=not file_only, file_okay=not directory_only)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        text = os.fspath(value)
-        if not text.strip():
-            self.fail("the path is empty; write . for the working directory", param, ctx)
         try:
-            os.fsencode(text)
-        except UnicodeEncodeError:
-            self.fail("the path contains half a surrogate pair", param, ctx)
-        if "\0" in text:
-            self.fail("a path cannot contain a null byte", param, ctx)
-        try:
-            value = expanded(text)
+            value = usable(os.fspath(value))
         except ValueError as error:
             self.fail(str(error), param, ctx)
         return super().convert(value, param, ctx)
@@ -73,16 +60,6 @@ class NamespacePrefix(click.ParamType):  # type: ignore[type-arg]  # older click
         return text
 
 
-class Number(click.FloatRange):
-    """A number within limits. Unlike click's, it rejects NaN."""
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        number = super().convert(value, param, ctx)
-        if math.isnan(number):
-            self.fail(f"{value!r} is not a number", param, ctx)
-        return number
-
-
 def is_dash(path: Path) -> bool:
     """Return True if an argument is `-`, standard input or output. For a file of that name, write `./-`."""
     return str(path) == "-"
@@ -106,6 +83,5 @@ def read_dash(path: Path | None) -> Iterator[Path | None]:
 
 PATH = UserPath()
 FILE = UserPath(file_only=True)
-DIRECTORY = UserPath(directory_only=True)
 SIZE = Quantity("size", parse_size)
 DURATION = Quantity("duration", parse_duration)

@@ -38,6 +38,7 @@ from ..backends.base import Direction
 from ..backends.guard import Override
 from ..config.files import open_regular
 from ..errors import InvalidInput
+from ..hints import KINDS, HintAction, HintsEnvelope, Outcome, OutcomeStatus, hint_of
 from . import ctl_view
 from .arguments import DURATION, FILE, PATH, SIZE, NamespacePrefix
 from .ctl_client import Address, AdminClient
@@ -228,6 +229,42 @@ def pin(session: Session, keys: tuple[str, ...], tokens_file: Path | None, names
     made = session.client.post("/pins", request, PinStatus)
     session.show(made, ctl_view.pin_lines([made]))
     if not made.pages:
+        raise click.exceptions.Exit(FOUND_EXIT_CODE)
+
+
+@ctl.command()
+@click.argument("action", type=click.Choice(list(KINDS)))
+@click.argument("keys", nargs=-1, metavar="[KEY]...")
+@_TOKENS
+@_NAMESPACE
+@click.option("--session", "session_id", help="The pages of the last request of this session (engine).")
+@click.option("--ttl", "ttl_s", type=DURATION, help="For kv.pin and kv.retain; default 1m.")
+@click.option("--value", type=float, help="For kv.retain: above 0, at most 1; default 1.")
+@click.option("--destination", type=click.Choice(["device", "host", "storage"]), help="For kv.prefetch, kv.demote.")
+@click.option("--needed-in", "needed_in_s", type=DURATION, help="For kv.prefetch: when a request comes.")
+@click.option("--expected", "expected_s", type=DURATION, help="For session.wait: when the session returns.")
+@click.option("--source", help="For session.wait: who estimates the time.")
+@click.pass_obj
+def hint(
+    session: Session, /, *, action: str, keys: tuple[str, ...], tokens_file: Path | None, **entries: Any
+) -> None:
+    """Tell the cache what comes next: ACTION about a session, a prompt (--tokens) or a chain of page keys.
+
+    docs/hints.md describes the actions. Exit code 1 if the cache did not accept it.
+    """
+    payload = {name: value for name, value in entries.items() if value is not None}
+    if keys:
+        payload["page_keys"] = _page_keys(keys)
+    if tokens_file is not None:
+        prompt = _tokens(tokens_file)
+        salt = prompt.cache_salt
+        payload |= {"tokens": prompt.ids, "extra_key": prompt.extra_key,
+                    "cache_salt": None if salt is None else salt.get_secret_value()}
+    one = HintAction(action_id="ctl", action_type=action, payload=payload)
+    hint_of(one)
+    found = session.client.post("/v1/hints", HintsEnvelope(actions=[one]), list[Outcome])
+    session.show(found, ctl_view.outcome_lines(found))
+    if found[0].status in (OutcomeStatus.REJECTED, OutcomeStatus.MISSING):
         raise click.exceptions.Exit(FOUND_EXIT_CODE)
 
 

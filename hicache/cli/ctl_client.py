@@ -15,7 +15,7 @@ from pydantic import BaseModel, TypeAdapter, ValidationError
 from ..admin.models import Refusal
 from ..backends.errors import StoreError
 from ..backends.http import Connection, ConnectionPool, Head, Server, read_small, request_head
-from ..backends.remote.causes import Entries, explain
+from ..backends.remote.client import Entries, explain
 from ..backends.rotated import Rotated, client_tls
 from ..config import HiCacheConfig, load_config
 from ..config.addresses import HTTP_PORTS, default_socket, split_url
@@ -131,7 +131,7 @@ class AdminClient:
             token = self._token()
             login = {} if token is None else {"authorization": f"Bearer {token}"}
             headers = {**self._headers, **login, "content-length": str(len(data))}
-            head = request_head(method, f"/v1/admin{path}", headers)
+            head = request_head(method, path if path.startswith("/v1/") else f"/v1/admin{path}", headers)
             status, answer = self._pool.exchange(head, [memoryview(data)] if data else [], read, deadline,
                                                  may_repeat=method == "GET")
         except StoreError as error:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from ..admin.models import BreakerStatus, Job, Lookup, PinStatus, Quota, Status, StoreStatus
 from ..backends.guard import HealthState, grouped
+from ..hints import Outcome
 from ..units import counted, format_share, format_size
 from .progress import format_age
 from .tables import table
@@ -133,6 +134,14 @@ def pin_lines(pins: Sequence[PinStatus]) -> Iterator[str]:
         for one in pins
     ]
     yield from table(["pin", "namespace", "pages>", "requested>", "ends in>"], rows)
+
+
+def outcome_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
+    """Yield one line for each action of hints."""
+    for one in outcomes:
+        ttl = "" if one.ttl_s is None else f", {format_age(one.ttl_s)}"
+        granted = f": {counted(one.pages, 'page')}{ttl}" if one.pages else ""
+        yield f"{one.action_type}: {one.status.value}{granted}{one.detail and f'; {one.detail}'}"
 
 
 def quota_lines(quotas: Sequence[Quota]) -> Iterator[str]:

@@ -8,7 +8,7 @@ import shutil
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from logging.handlers import BufferingHandler
@@ -19,11 +19,10 @@ import click
 from .. import __version__
 from ..backends.opening import StorageOpener
 from ..config import FILE_VARIABLE, load_config
-from ..errors import HiCacheError
 from ..geometry import DTYPE_BYTES
 from .arguments import PATH, read_dash
 from .config import parse_settings
-from .doctor_machine import CHECKS, Row, Subject, Verdict
+from .doctor_machine import CHECKS, Row, Subject, Verdict, failures
 from .doctor_probe import StoreCheck
 from .doctor_sglang import SGLang, parse_flags
 from .doctor_stores import CALL_S, certificates
@@ -70,15 +69,14 @@ def doctor(  # noqa: PLR0917 - the options
         subject = Subject(sglang.applied(config), parts, sglang.shape(model, kv_dtype), sglang.local_ranks)
     else:
         subject = Subject(config, parts, None if model is None else model_shape(model, kv_dtype))
-    hung = False
     with _warnings() as records, interrupted_by_signals():
         rows = [] if sglang is None else [*sglang.rows(config, subject.model)]
-        rows += [row for check in (*CHECKS, certificates) for row in _rows(check, subject)]
+        for check in (*CHECKS, certificates):
+            with failures(rows, check.__name__.replace("_", " ")):
+                rows += check(subject)
         if config.storage is None:
             rows.append(Row("storage", Verdict.INFO, "not configured: pages are not stored beyond host memory"))
-        for found, hangs in _stores(subject, prefill):
-            rows += found
-            hung |= hangs
+        hung = _stores(subject, prefill, rows)
     failed = any(row.verdict is Verdict.FAIL for row in rows)
     rows += [] if failed else [Row("log", Verdict.WARN, one.getMessage()) for one in records[:_LOG_LINES_MAX]]
     if as_json:
@@ -92,27 +90,14 @@ def doctor(  # noqa: PLR0917 - the options
         raise click.exceptions.Exit(FOUND_EXIT_CODE)
 
 
-def _rows(check: Callable[[Subject], Iterable[Row]], subject: Subject) -> list[Row]:
-    """Return the rows of a check. An exception becomes a row, because the other checks are useful without it."""
-    name = check.__name__.replace("_", " ")
-    try:
-        return list(check(subject))
-    except (HiCacheError, OSError) as error:
-        return [Row(name, Verdict.FAIL, str(error))]
-    except Exception as error:
-        return [Row(name, Verdict.FAIL, f"{type(error).__name__}: {error}", "this is a bug in HiCache: report it")]
-
-
-def _stores(subject: Subject, prefill: int | None) -> Iterator[tuple[list[Row], bool]]:
-    """Yield the rows of each store, and whether its check hangs."""
-    if not subject.parts:
-        return
-    try:
-        opener = StorageOpener(subject.config)
-        checks = [StoreCheck(part, opener, subject, prefill) for part in subject.parts]
-    except HiCacheError as error:
-        yield [Row("storage", Verdict.FAIL, str(error))], False
-        return
+def _stores(subject: Subject, prefill: int | None, rows: list[Row]) -> bool:
+    """Add the rows of each store. Return True if the check of one hangs."""
+    checks: list[StoreCheck] = []
+    with failures(rows, "storage"):
+        if subject.parts:
+            opener = StorageOpener(subject.config)
+            checks = [StoreCheck(part, opener, subject, prefill) for part in subject.parts]
+    hung = False
     for check in checks:
         threading.Thread(target=check.run, name=f"doctor-{check.part.name}", daemon=True).start()
         try:
@@ -123,9 +108,12 @@ def _stores(subject: Subject, prefill: int | None) -> Iterator[tuple[list[Row], 
         finally:
             check.stop.set()
             has_ended = check.ended.wait(_END_S)
-        late = f"did not answer for {_STORE_S + _END_S:.0f} s; its check was abandoned"
-        hang = [] if has_ended else [Row(check.part.name, Verdict.FAIL, late, "see whether the server works")]
-        yield [*check.rows, *hang], bool(hang)
+        rows += check.rows
+        if not has_ended:
+            hung = True
+            late = f"did not answer for {_STORE_S + _END_S:.0f} s; its check was abandoned"
+            rows.append(Row(check.part.name, Verdict.FAIL, late, "see whether the server works"))
+    return hung
 
 
 @contextmanager

@@ -21,10 +21,12 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from .. import __version__
+from ..backends.errors import StoreError
 from ..backends.http import user_of_peer
 from ..config import HiCacheConfig
 from ..config.addresses import default_socket
 from ..config.mooncake_storage import MooncakeStorageOptions
+from ..errors import HiCacheError
 from ..host_memory import RESERVE_BYTES, SHM, host_memory, resolve
 from ..keys import hash_pages
 from ..numa import numa_node
@@ -67,6 +69,17 @@ class Row:
     finding: str
     advice: str = ""
     figures: Figures = field(default_factory=dict)
+
+
+@contextlib.contextmanager
+def failures(rows: list[Row], check: str) -> Iterator[None]:
+    """Turn an exception into a row of the check, because other checks are useful without it."""
+    try:
+        yield
+    except (HiCacheError, StoreError, OSError) as error:
+        rows.append(Row(check, Verdict.FAIL, str(error)))
+    except Exception as error:  # a thread may end here, and a backend of another package may raise anything
+        rows.append(Row(check, Verdict.FAIL, f"{type(error).__name__}: {error}", "this is a bug: report it"))
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,22 +16,20 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..backends.base import GetOutcome
-from ..backends.errors import StoreError
 from ..backends.guard.health import REJECTED, HealthState
 from ..backends.guard.health import problem as advice_for
 from ..backends.opening import StorageOpener
 from ..backends.storage import Storage
-from ..cache.break_even import BreakEven, Line, RateEstimator, Rates, Route
+from ..cache.break_even import BreakEven, RateEstimator, Rates, Route
 from ..config.remote_storage import RemoteStorageOptions
 from ..config.storage import FileStorageOptions, SharedFilesStorageOptions
-from ..errors import BackendError, ConfigError
 from ..frame import HEADER_BYTES, FrameCodec
 from ..units import counted, format_size
-from .doctor_machine import Figures, Row, Subject, Verdict
+from .doctor_machine import Figures, Row, Subject, Verdict, failures
 from .doctor_stores import CALL_S, credentials, daemon, volume
 from .model_shapes import ModelShape
 from .stores import StorePart
@@ -68,16 +66,12 @@ class Measured:
                 pages, seconds = calls[-1]
                 found[f"{name}_s"] = calls[0][1]
                 found[f"{name}_bytes_per_s"] = pages * page_bytes / max(seconds, 1e-9)
-        if (line := self._read_line()) is not None:
-            found |= {"read_fixed_s": line.fixed_s, "read_page_s": line.per_unit_s, "read_pages": self.reads[-1][0]}
-        return found
-
-    def _read_line(self) -> Line | None:
-        """Return the time of a read by its pages, as the cache estimates it; None if too few were made."""
-        estimator = RateEstimator()
+        estimator = RateEstimator()  # estimates the time of a read by its pages, as the cache does
         for pages, seconds in self.reads:
             estimator.observe(pages, seconds)
-        return estimator.line
+        if (line := estimator.line) is not None:
+            found |= {"read_fixed_s": line.fixed_s, "read_page_s": line.per_unit_s, "read_pages": self.reads[-1][0]}
+        return found
 
 
 class StoreCheck:
@@ -106,13 +100,13 @@ class StoreCheck:
 
     def _run(self) -> None:
         name, options = self.part.name, self.part.spec.options
-        with self._failures(f"{name} access"):
+        with failures(self.rows, f"{name} access"):
             self.rows += credentials(self.part)
             if isinstance(options, RemoteStorageOptions):
                 self.rows.append(daemon(name, options))
         if any(row.verdict is Verdict.FAIL for row in self.rows):
             return  # opening would fail too, perhaps after half a minute
-        with self._failures(name):
+        with failures(self.rows, name):
             began_s = time.monotonic()
             with contextlib.closing(self._opener.open(self._codec, self.part.spec)) as backend:
                 measured = Measured(time.monotonic() - began_s)
@@ -123,32 +117,22 @@ class StoreCheck:
             if self._subject.model is not None and not (problem or self.stop.is_set()):
                 self.rows.append(self._pays(self._subject.model, measured.reads))
 
-    @contextlib.contextmanager
-    def _failures(self, check: str) -> Iterator[None]:
-        """Turn an exception into a row."""
-        try:
-            yield
-        except (BackendError, ConfigError, StoreError) as error:
-            self.rows.append(Row(check, Verdict.FAIL, str(error)))
-        except Exception as error:  # a thread ends here, and a backend of another package may raise anything
-            self.rows.append(Row(check, Verdict.FAIL, f"{type(error).__name__}: {error}", "this is a bug: report it"))
-
     def _exercise(self, backend: Storage, measured: Measured) -> str:
         """Write pages, read them back, compare and remove them. Return the problem; empty if there is none."""
         count = max(1, min(_PAGES_MAX, _MEASURED_BYTES // self._codec.frame_bytes))
-        keys, frames = [secrets.token_bytes(32) for _ in range(count)], [_frame(self._codec) for _ in range(count)]
+        pages = {secrets.token_bytes(32): _frame(self._codec) for _ in range(count)}
+        keys = list(pages)
         try:
-            return self._write(backend, keys, frames, measured) or self._read(backend, keys, frames, measured)
+            return self._write(backend, pages, measured) or self._read(backend, pages, measured)
         finally:
             began_s = time.monotonic()
             backend.delete(keys, deadline=began_s + CALL_S)
             measured.removed_s = time.monotonic() - began_s
             measured.left = sum(backend.batch_has(keys, deadline=time.monotonic() + CALL_S))
 
-    def _write(
-        self, backend: Storage, keys: Sequence[bytes], frames: Sequence[memoryview], measured: Measured
-    ) -> str:
+    def _write(self, backend: Storage, pages: Mapping[bytes, memoryview], measured: Measured) -> str:
         """Store the first page, then the other pages."""
+        keys, frames = list(pages), list(pages.values())
         for start, stop in ((0, 1), (1, len(keys))):
             if start == stop or self.stop.is_set():
                 break
@@ -160,10 +144,9 @@ class StoreCheck:
                 return f"{counted(len(bad), 'page')} of {len(outcomes)} could not be stored: {bad[0].value}"
         return ""
 
-    def _read(
-        self, backend: Storage, keys: Sequence[bytes], frames: Sequence[memoryview], measured: Measured
-    ) -> str:
+    def _read(self, backend: Storage, pages: Mapping[bytes, memoryview], measured: Measured) -> str:
         """Read one page, then half of them, then all, and compare."""
+        keys, frames = list(pages), list(pages.values())
         payload = slice(HEADER_BYTES, HEADER_BYTES + self._codec.payload_bytes)
         for count in (1, -(-len(keys) // 2), len(keys)):
             if self.stop.is_set():

@@ -75,13 +75,11 @@ class SGLang:
 
     @property
     def attention_ranks(self) -> int:
-        """See the class."""
         groups = self._number("attn_dp_size", self._number("dp_size") if self._has_dp_attention else 1)
         return max(1, self._number("tp_size") // groups)
 
     @property
     def local_ranks(self) -> int:
-        """See the class."""
         copies = 1 if self._has_dp_attention else self._number("dp_size")
         return max(1, self._number("tp_size") * self._number("pp_size") * copies // self._number("nnodes"))
 

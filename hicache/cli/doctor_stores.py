@@ -15,8 +15,7 @@ from cryptography import x509
 from ..backends.errors import StoreError
 from ..backends.file.mounts import file_system, misplaced
 from ..backends.http import Connection, ConnectionPool, Head, read_small
-from ..backends.remote.causes import CONFIGURED, explain
-from ..backends.remote.client import DaemonClient
+from ..backends.remote.client import CONFIGURED, DaemonClient, explain
 from ..backends.remote.client import open_access as open_remote
 from ..backends.s3.access import open_access as open_s3
 from ..backends.s3.client import S3Client

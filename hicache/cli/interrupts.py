@@ -9,6 +9,8 @@ import signal
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
 
 @contextmanager
 def interrupted_by_signals() -> Iterator[None]:
@@ -24,20 +26,16 @@ def interrupted_by_signals() -> Iterator[None]:
         is_interrupted = True
         raise KeyboardInterrupt
 
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in signals}
-    try:
-        for number, handler in before.items():
-            if number == signal.SIGTERM or handler != signal.SIG_IGN:  # ignored as under nohup
-                signal.signal(number, interrupt)
-        yield
-    except Exception as error:
-        if is_interrupted:
-            raise KeyboardInterrupt from error
-        raise
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    with ExitStack() as handlers:
+        for number in _SIGNALS:
+            if number == signal.SIGTERM or signal.getsignal(number) != signal.SIG_IGN:  # ignored as under nohup
+                handlers.callback(signal.signal, number, signal.signal(number, interrupt))
+        try:
+            yield
+        except Exception as error:
+            if is_interrupted:
+                raise KeyboardInterrupt from error
+            raise
 
 
 def no_more_interrupts() -> None:
@@ -45,7 +43,7 @@ def no_more_interrupts() -> None:
 
     REQUIRES: the main thread, within `interrupted_by_signals`.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in _SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 
 

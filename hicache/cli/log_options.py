@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ..config.logging import LoggingConfig
+from ..config.publishing import LoggingConfig
 from ..logs import set_up_logging
 
 Command = TypeVar("Command", bound=Callable[..., Any])

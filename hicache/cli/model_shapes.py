@@ -18,45 +18,19 @@ _FILE_BYTES_MAX = 1 << 20
 _DTYPE = "bfloat16"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Preset:
-    """One model on one rank. `heads` are the rank's KV heads (MLA: 1; `head_dim` is then latent and rotary dims)."""
-
-    description: str
-    layers: int
-    heads: int
-    head_dim: int
-    dtype: str = "bfloat16"
-    layout: KVLayout = KVLayout.MHA
-    tp_size: int = 1
-
-    def geometry(self, page_size: int) -> KVGeometry:
-        """Return the geometry of its pages."""
-        return KVGeometry(self.layers, self.heads, self.head_dim, page_size, self.dtype, self.layout)
-
-
-# Shapes from the models' published config.json files.
-PRESETS: Mapping[str, Preset] = {
-    "tiny": Preset(
-        description="no real model: so little KV that a laptop replays real traces", layers=4, heads=1, head_dim=8
-    ),
-    "qwen2.5-7b": Preset(description="Qwen2.5-7B: 28 layers, 4 KV heads of 128", layers=28, heads=4, head_dim=128),
-    "llama-3.1-8b": Preset(description="Llama-3.1-8B: 32 layers, 8 KV heads of 128", layers=32, heads=8, head_dim=128),
-    "llama-3.1-70b-tp8": Preset(
-        description="Llama-3.1-70B on 8 ranks: 80 layers, 1 of 8 KV heads of 128",
-        layers=80, heads=1, head_dim=128, tp_size=8,
-    ),
-    "llama-3.1-70b": Preset(
-        description="Llama-3.1-70B: 80 layers, 8 KV heads of 128", layers=80, heads=8, head_dim=128
-    ),
-    "qwen3-8b": Preset(description="Qwen3-8B: 36 layers, 8 KV heads of 128", layers=36, heads=8, head_dim=128),
-    "qwen3-32b": Preset(description="Qwen3-32B: 64 layers, 8 KV heads of 128", layers=64, heads=8, head_dim=128),
-    "gpt-oss-20b": Preset(description="gpt-oss-20b: 24 layers, 8 KV heads of 64", layers=24, heads=8, head_dim=64),
-    "gpt-oss-120b": Preset(description="gpt-oss-120b: 36 layers, 8 KV heads of 64", layers=36, heads=8, head_dim=64),
-    "deepseek-v3": Preset(
-        description="DeepSeek-V3 (MLA): 61 layers, a latent of 512 and 64 rotary dims",
-        layers=61, heads=1, head_dim=576, layout=KVLayout.MLA,
-    ),
+# One rank of each model, in pages of one token, from the models' published config.json files. `tiny` is not a real
+# model: it has so little KV that a laptop replays real traces.
+PRESETS: Mapping[str, KVGeometry] = {
+    "tiny": KVGeometry(4, 1, 8, 1),
+    "qwen2.5-7b": KVGeometry(28, 4, 128, 1),
+    "llama-3.1-8b": KVGeometry(32, 8, 128, 1),
+    "llama-3.1-70b-tp8": KVGeometry(80, 1, 128, 1),
+    "llama-3.1-70b": KVGeometry(80, 8, 128, 1),
+    "qwen3-8b": KVGeometry(36, 8, 128, 1),
+    "qwen3-32b": KVGeometry(64, 8, 128, 1),
+    "gpt-oss-20b": KVGeometry(24, 8, 64, 1),
+    "gpt-oss-120b": KVGeometry(36, 8, 64, 1),
+    "deepseek-v3": KVGeometry(61, 1, 576, 1, layout=KVLayout.MLA),
 }
 
 
@@ -74,7 +48,7 @@ def model_shape(named: str, dtype: str | None = None, *, ranks: int = 1) -> Mode
     bfloat16. Raises ConfigError."""
     known = PRESETS.get(named.lower())
     if known is not None:
-        return _shape(named, replace(known, dtype=dtype or known.dtype).geometry(1), ranks)
+        return _shape(named, replace(known, dtype=dtype or known.dtype), ranks)
     path = Path(named, "config.json") if Path(named).is_dir() else Path(named)
     data = _read(path)
     try:

@@ -53,13 +53,7 @@ from .stores import (
 @click.option("--yes", is_flag=True, help="Do not ask for confirmation.")
 @JSON
 def purge(
-    *,
-    store: Path,
-    part: str | None,
-    namespace: str,
-    epoch: int | None,
-    older_than: float | None,
-    **how: bool,
+    *, store: Path, part: str | None, namespace: str, epoch: int | None, older_than: float | None, **how: bool,
 ) -> None:
     """Remove pages from STORE: all of them, or those of a namespace, of a weights epoch, or of an age.
 
@@ -113,16 +107,8 @@ def trim(store: Path, part: str | None, target_bytes: int, namespace: str, **how
 @JSON
 @key_options
 def copy(
-    *,
-    source: Path,
-    target: Path,
-    part: str | None,
-    to_part: str | None,
-    namespace: str,
-    dry_run: bool,
-    rate: int | None,
-    as_json: bool,
-    **key_files: tuple[Path, ...],
+    *, source: Path, target: Path, part: str | None, to_part: str | None, namespace: str, dry_run: bool,
+    rate: int | None, as_json: bool, **key_files: tuple[Path, ...],
 ) -> None:
     """Copy the pages of FROM to TO. Pages that TO already has are skipped, so an interrupted copy can be continued.
 

@@ -146,12 +146,9 @@ def _used(one: NamespaceSurvey, now_s: float) -> str:
 
 
 def _namespace_json(one: NamespaceSurvey) -> dict[str, Any]:
-    sample = one.sample
     return {
         "namespace": one.namespace.hex(),
-        "label": None if sample is None else sample.label,
-        "weights_epoch": None if sample is None else sample.weights_epoch,
-        "payload_bytes": None if sample is None else sample.payload_bytes,
+        **{name: getattr(one.sample, name, None) for name in ("label", "weights_epoch", "payload_bytes")},
         "tags": sorted(one.tags),
         "encodings": sorted(one.encodings),
         "pages": one.pages,

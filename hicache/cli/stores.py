@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import click
 from pydantic_core import to_jsonable_python
 
-from ..backends.registry import BackendSpec, open_stored, part_specs
+from ..backends.registry import BackendSpec, leaf_specs, open_stored
 from ..backends.shared_files.root import is_shared_store
 from ..backends.stored import StoredPages
 from ..backends.tools.verify import PageKeys
@@ -51,17 +51,12 @@ NAMESPACE = click.option(
 )
 DRY_RUN = click.option("--dry-run", is_flag=True, help="Print the pages and bytes, and change nothing.")
 _MAC_KEYS = click.option(
-    "--mac-key-file", "mac",
-    type=PATH,
-    multiple=True,
+    "--mac-key-file", "mac", type=PATH, multiple=True,
     help="File with the MAC key of the pages; twice during a key change. Without it, only the headers of such pages "
     "are checked.",
 )
 _ENCRYPTION_KEYS = click.option(
-    "--encryption-key-file", "encryption",
-    type=PATH,
-    multiple=True,
-    help="The same for encrypted pages.",
+    "--encryption-key-file", "encryption", type=PATH, multiple=True, help="The same for encrypted pages.",
 )
 
 
@@ -97,7 +92,7 @@ def parts_of(store: Path, part: str | None = None) -> list[StorePart]:
 
     Memory parts of a composition are skipped, because another process has them. Opens nothing. Raises ConfigError.
     """
-    found = list(_parts_of_spec(None, _configured(store))) if _is_configuration(store) else [_directory(store)]
+    found = _parts(_configured(store)) if _is_configuration(store) else [_directory(store)]
     if len(found) > 1:
         found = [one for one in found if one.spec.type != "memory"]
         if not found:
@@ -112,7 +107,11 @@ def parts_of(store: Path, part: str | None = None) -> list[StorePart]:
 
 def parts_of_storage(storage: StorageConfig) -> list[StorePart]:
     """Return the stores of a section `storage`: the parts of a composition, also those in memory. Opens nothing."""
-    return list(_parts_of_spec(None, BackendSpec.of(storage)))
+    return _parts(BackendSpec.of(storage))
+
+
+def _parts(spec: BackendSpec) -> list[StorePart]:
+    return [StorePart(name, leaf) for name, leaf in leaf_specs(spec)]
 
 
 def only_part(store: Path, part: str | None, option: str) -> StorePart:
@@ -146,14 +145,6 @@ def _variables_of_entries() -> Iterator[tuple[str, str]]:
         entry = entry_of_variable(name)
         if entry is None or entry[0] in HiCacheConfig.model_fields:
             yield name, value
-
-
-def _parts_of_spec(name: str | None, spec: BackendSpec) -> Iterator[StorePart]:
-    parts = part_specs(spec.type, spec.options)
-    if not parts:
-        yield StorePart(name or spec.type, spec)
-    for own, part in parts.items():
-        yield from _parts_of_spec(own if name is None else f"{name}/{own}", part)
 
 
 def key_options(command: Command) -> Command:

@@ -11,8 +11,16 @@ from typing import Any
 import click
 
 from ..backends.file.pages import NOT_REGULAR, page_name
-from ..backends.tools.page_file import inspect_page
-from ..backends.tools.verify import SPARED, Finding, PageReport, ScrubProgress, encoding_name, tag_name, verify_stored
+from ..backends.tools.verify import (
+    SPARED,
+    Finding,
+    PageReport,
+    ScrubProgress,
+    encoding_name,
+    inspect_page,
+    tag_name,
+    verify_stored,
+)
 from ..errors import InvalidInput
 from ..frame import NO_PARENT, Damage, FrameHeader
 from ..units import counted, format_size
@@ -23,6 +31,7 @@ from .stores import JSON, NAMED_STORE, PART, StorePart, amount, key_options, pag
 
 # The most damaged pages that are printed for each part: as many as fit on a screen. --json prints all.
 _NAMED_MAX = 20
+_COUNTS = ("pages", "bytes", "damaged", "unsupported", "unverifiable", "removed", "spared")
 # Results of a check with a key that do not mean damage: other engines may use these pages.
 _UNSUPPORTED = {
     "mac_key": "sealed with another MAC key than those passed",
@@ -109,9 +118,7 @@ def _report_json(report: PageReport) -> dict[str, Any]:
     return {
         "state": _state(report),
         "proved": report.is_proved,
-        "damage": report.damage,
-        "unsupported": report.unsupported,
-        "note": report.note,
+        **{name: getattr(report, name) for name in ("damage", "unsupported", "note")},
         "bytes": report.size_bytes,
         "header": None if header is None else _header_json(header),
     }
@@ -197,13 +204,7 @@ def _path(part: StorePart, found: Finding) -> Path | None:
 def _scrub_json(part: StorePart, last: ScrubProgress) -> dict[str, Any]:
     return {
         "part": part.name,
-        "pages": last.pages,
-        "bytes": last.bytes,
-        "damaged": dict(last.damaged),
-        "unsupported": dict(last.unsupported),
-        "unverifiable": last.unverifiable,
-        "removed": last.removed,
-        "spared": last.spared,
+        **{name: getattr(last, name) for name in _COUNTS},
         "damaged_pages": [
             {"namespace": found.page.namespace.hex(), "key": found.page.key.hex(), "damage": found.damage,
              "note": found.note, "path": None if (path := _path(part, found)) is None else str(path)}

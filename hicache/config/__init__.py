@@ -20,22 +20,7 @@ from .section import Section
 from .storage import FileStorageOptions
 
 __all__ = [
-    "ENVIRON_PREFIX",
-    "FILE_VARIABLE",
-    "BreakEvenConfig",
-    "DeviceConfig",
-    "EventsConfig",
-    "FileStorageOptions",
-    "HiCacheConfig",
-    "HostConfig",
-    "MooncakeStorageOptions",
-    "PrefetchConfig",
-    "RanksConfig",
-    "Section",
-    "TransferConfig",
-    "entry_of_variable",
-    "load_config",
-    "read_key_file",
-    "read_keys",
-    "read_tree",
+    "ENVIRON_PREFIX", "FILE_VARIABLE", "BreakEvenConfig", "DeviceConfig", "EventsConfig", "FileStorageOptions",
+    "HiCacheConfig", "HostConfig", "MooncakeStorageOptions", "PrefetchConfig", "RanksConfig", "Section",
+    "TransferConfig", "entry_of_variable", "load_config", "read_key_file", "read_keys", "read_tree",
 ]

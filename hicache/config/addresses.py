@@ -10,9 +10,9 @@ import ipaddress
 import os
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 from pydantic import AfterValidator, Field
 
@@ -29,7 +29,7 @@ _URL = re.compile(r"([a-z0-9]+)://([^/?#]*)((?:/[!-~]*)?)")
 _TCP = "tcp://"
 _IPC = "ipc://"
 # The name of a Unix socket, with its closing zero, has 108 bytes on Linux.
-_IPC_PATH_BYTES_MAX = 107
+SOCKET_PATH_BYTES_MAX = 107
 
 
 class Address(NamedTuple):
@@ -88,6 +88,16 @@ def check_port(port: object, *, lowest: int = 1) -> int:
     return number
 
 
+def checked(check: Callable[..., object], **options: Any) -> AfterValidator:
+    """Return the validator of text that `check` splits; the entry stays text."""
+
+    def validate(text: str) -> str:
+        check(text, **options)
+        return text
+
+    return AfterValidator(validate)
+
+
 def split_address(text: str, default_port: int | None = None, *, lowest: int = 1) -> Address:
     """Split `host:port` or `[::1]:port`. With a `default_port` the port is optional.
 
@@ -133,8 +143,8 @@ def split_endpoint(endpoint: str, *, listens: bool) -> Address | Path:
     """
     if endpoint.startswith(_IPC):
         path = Path(endpoint.removeprefix(_IPC))
-        if not path.is_absolute() or "\0" in str(path) or len(os.fsencode(path)) > _IPC_PATH_BYTES_MAX:
-            raise ValueError(f"ipc:// needs an absolute path of at most {_IPC_PATH_BYTES_MAX} bytes")
+        if not path.is_absolute() or "\0" in str(path) or len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+            raise ValueError(f"ipc:// needs an absolute path of at most {SOCKET_PATH_BYTES_MAX} bytes")
         return path
     if not endpoint.startswith(_TCP):
         raise ValueError("the endpoint is not valid; write tcp://127.0.0.1:5557 or ipc:///run/hicache/kv")

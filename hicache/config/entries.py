@@ -57,7 +57,7 @@ def _walk(section: type[BaseModel], prefix: str, storage: type[BaseModel]) -> It
             yield from _walk(below, f"{prefix}{name}.", storage)
             continue
         default = "required" if field.is_required() else _shown(defaults[name])
-        yield EntryInfo(prefix + name, accepts, default, field.description or "")
+        yield EntryInfo(prefix + name, accepts, default, schemas[name].get("description", ""))
 
 
 def _shown(default: Any) -> str:

@@ -33,6 +33,20 @@ def expanded(path: str) -> str:
     return whole
 
 
+def usable(path: str) -> str:
+    """Return `path` as `expanded` does. Raises ValueError also for empty text, which as a `Path` is the working
+    directory, and for text that cannot be the name of a file."""
+    if not path.strip():
+        raise ValueError("the path is empty; write . for the working directory")
+    if "\0" in path:
+        raise ValueError("a path cannot contain a null byte")
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        raise ValueError("the path has a character that is not valid in file names") from None
+    return expanded(path)
+
+
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Open a regular file, or a link to one, for reading.
 

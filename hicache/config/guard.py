@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import Annotated, ClassVar, TypeAlias
 
-from pydantic import BeforeValidator, Field, WithJsonSchema
+from pydantic import BeforeValidator, WithJsonSchema
 
 from ..units import GIB, PositiveSize
 from .section import Section, yaml_switch
@@ -25,16 +25,13 @@ _Switch: TypeAlias = Annotated[Override, BeforeValidator(yaml_switch), WithJsonS
 class GuardConfig(Section):
     """Limits and breaker of one storage backend. Its constants are not entries; see Section."""
 
-    in_flight: PositiveSize = Field(
-        default=4 * GIB,
-        description="Limit of bytes in flight. Further calls wait until their deadline; a larger call runs alone. "
-        "Less keeps a small server responsive.",
-    )
-    read: _Switch = Field(
-        default=Override.AUTO,
-        description="`off`: never read from this store, to bypass it. `on`: always. `auto`: the breaker decides.",
-    )
-    write: _Switch = Field(default=Override.AUTO, description="The same for writes to this store.")
+    in_flight: PositiveSize = 4 * GIB
+    """Limit of bytes in flight. Further calls wait until their deadline; a larger call runs alone. Less keeps a small
+    server responsive."""
+    read: _Switch = Override.AUTO
+    """`off`: never read from this store, to bypass it. `on`: always. `auto`: the breaker decides."""
+    write: _Switch = Override.AUTO
+    """The same for writes to this store."""
 
     # Failed calls in a row that open the breaker of their direction: two may be chance, and each costs a request time.
     failures: ClassVar[int] = 3

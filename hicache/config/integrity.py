@@ -46,32 +46,22 @@ class IntegrityConfig(_KeySection):
     _section, _key = "integrity", "mac_key"
     alternatives = (("mac_key_file", "mac_key_env"),)
 
-    tag: Literal["xxh3_128", "none"] = Field(
-        default="xxh3_128",
-        description="Checksum of every page. `none` serves unverified data: only for measurements. A MAC key replaces "
-        "it by AES-256-GMAC, an encryption key by AES-256-GCM.",
-    )
-    verify: Literal["read", "load"] = Field(
-        default="read",
-        description="When pages are verified. `read`: when read from storage. `load`: also before a load from host to "
-        "device, which detects damaged host memory, but takes longer (docs/benchmarks.md). Pages that are not yet "
-        "stored are not covered. Not for several ranks with a cache each.",
-    )
-    scrub_rate: PositiveSize | None = Field(
-        default=None,
-        description="Bytes per second of host memory verified while the engine is idle; damaged pages are evicted. It "
-        "uses a core and memory bandwidth. Not set: none.",
-    )
-    mac_key_file: FileSystemPath | None = Field(
-        default=None,
-        description="File with the MAC key: 64 hexadecimal digits or 32 raw bytes, mode 0600; the same in all engines "
-        "that share the store, if others can write to it: they cannot forge pages then. During a key change, a second "
-        "line has the previous key, whose pages are accepted (docs/formats/frame.md).",
-    )
-    mac_key_env: str | None = Field(
-        default=None, pattern=VARIABLE_PATTERN,
-        description="Name of the variable with the MAC key as 64 hexadecimal digits, and perhaps the previous key.",
-    )
+    tag: Literal["xxh3_128", "none"] = "xxh3_128"
+    """Checksum of every page. `none` serves unverified data: only for measurements. A MAC key replaces it by
+    AES-256-GMAC, an encryption key by AES-256-GCM."""
+    verify: Literal["read", "load"] = "read"
+    """When pages are verified. `read`: when read from storage. `load`: also before a load from host to device, which
+    detects damaged host memory, but takes longer (docs/benchmarks.md). Pages that are not yet stored are not covered.
+    Not for several ranks with a cache each."""
+    scrub_rate: PositiveSize | None = None
+    """Bytes per second of host memory verified while the engine is idle; damaged pages are evicted. It uses a core and
+    memory bandwidth. Not set: none."""
+    mac_key_file: FileSystemPath | None = None
+    """File with the MAC key: 64 hexadecimal digits or 32 raw bytes, mode 0600; the same in all engines that share the
+    store, if others can write to it: they cannot forge pages then. During a key change, a second line has the previous
+    key, whose pages are accepted (docs/formats/frame.md)."""
+    mac_key_env: str | None = Field(default=None, pattern=VARIABLE_PATTERN)
+    """Name of the variable with the MAC key as 64 hexadecimal digits, and perhaps the previous key."""
 
     @property
     def verifies_host(self) -> bool:
@@ -86,18 +76,11 @@ class StorageFormatConfig(_KeySection):
     _section, _key = "storage_format", "encryption_key"
     alternatives = (("encryption_key_file", "encryption_key_env"),)
 
-    compression: Literal["none", "zstd"] = Field(
-        default="none",
-        description="`zstd` stores pages in fewer bytes, for about one second of a core per GB stored and a third of "
-        "that per GB read, if storage or network is slower. Needs the extra `compression`.",
-    )
-    encryption_key_file: FileSystemPath | None = Field(
-        default=None,
-        description="File with the encryption key, in the format of `integrity.mac_key_file`, which it replaces; the "
-        "same in all engines that share the store, if others can read it. Only encrypted pages are accepted.",
-    )
-    encryption_key_env: str | None = Field(
-        default=None, pattern=VARIABLE_PATTERN,
-        description="Name of the variable with the encryption key as 64 hexadecimal digits, and perhaps the previous "
-        "key.",
-    )
+    compression: Literal["none", "zstd"] = "none"
+    """`zstd` stores pages in fewer bytes, for about one second of a core per GB stored and a third of that per GB read,
+    if storage or network is slower. Needs the extra `compression`."""
+    encryption_key_file: FileSystemPath | None = None
+    """File with the encryption key, in the format of `integrity.mac_key_file`, which it replaces; the same in all
+    engines that share the store, if others can read it. Only encrypted pages are accepted."""
+    encryption_key_env: str | None = Field(default=None, pattern=VARIABLE_PATTERN)
+    """Name of the variable with the encryption key as 64 hexadecimal digits, and perhaps the previous key."""

@@ -87,9 +87,7 @@ _Entries: TypeAlias = dict[EntryPath, _Entry]
 
 
 def load_config(
-    path: str | os.PathLike[str] | None,
-    *,
-    environ: Mapping[str, str] | None = None,
+    path: str | os.PathLike[str] | None, *, environ: Mapping[str, str] | None = None,
     overrides: Mapping[str, str] | None = None,
 ) -> HiCacheConfig:
     """Return the configuration in the file `path`, changed by variables in `environ`, then by `overrides`. Without a

@@ -10,11 +10,6 @@ from pathlib import Path
 _ALIASES = {"file": "single-node-file", "sharded": "sharded-file"}
 
 
-def ready_file(name: str) -> Path:
-    """Return the ready configuration of this name. Raises KeyError for another name."""
-    return ready_files()[name]
-
-
 @functools.cache
 def ready_files() -> Mapping[str, Path]:
     """Return the ready configurations, sorted by name: the file's name without `.yaml`, or a shorter one."""

@@ -26,113 +26,69 @@ class RedisStorageOptions(ServerOptions):
     """Options of the `redis` backend: one string per page on Redis (6.2 or later) or Valkey servers. Set exactly one of
     `url`, `unix_socket`, `cluster` and `sentinels`."""
 
-    url: str | None = Field(
-        default=None,
-        description="A single server, `redis://host:6379/0`, or `rediss://` for TLS, without credentials.",
-    )
-    unix_socket: FileSystemPath | None = Field(
-        default=None,
-        description="Unix socket of a server on this machine; about a third faster than TCP.",
-    )
-    cluster: _Servers | None = Field(
-        default=None, description="Some nodes of a cluster, each `host:port`; they report the others.",
-    )
-    sentinels: _Servers | None = Field(
-        default=None, description="The sentinels that know the primary, each `host:port`. Needs `service`.",
-    )
-    service: str | None = Field(
-        default=None, min_length=1, max_length=256, description="The sentinels' name of the primary.",
-    )
-    replicas: list[str] = Field(
-        default=[], max_length=64,
-        description="Replicas of the server in `url`, each `host:port`, for `read_from: replica`. Sentinels and "
-        "clusters report their own.",
-    )
-    allowed_nodes: _Servers | None = Field(
-        default=None,
-        description="Nodes that sentinels and cluster nodes may report, compared as reported: networks "
-        "(`10.0.0.0/8`), IP addresses, host names and domains (`.cache.example`). Not set: any node, which gets the "
-        "password and the pages.",
-    )
-    db: Count = Field(
-        default=0, ge=0, le=DB_MAX, description="Number of the database, if not in `url`; a cluster only has 0.",
-    )
-    username: str | None = Field(
-        default=None, min_length=1, max_length=256, description="User of the server's ACL; not set: `default`.",
-    )
-    password_env: str | None = Field(
-        default=None, pattern=VARIABLE_PATTERN,
-        description="Name of the variable with the password.",
-    )
-    password_file: FileSystemPath | None = Field(
-        default=None,
-        description="File whose first line is the password, mode 0600.",
-    )
-    credential_provider: str | None = Field(
-        default=None, max_length=256, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$",
-        description="Instead of `username` and a password: `package.module:name`, a function or class that makes a "
-        "`redis.CredentialProvider` (docs/backends/redis.md).",
-    )
-    sentinel_username: str | None = Field(
-        default=None, min_length=1, max_length=256, description="As `username`, for the sentinels.",
-    )
-    sentinel_password_env: str | None = Field(
-        default=None, pattern=VARIABLE_PATTERN, description="As `password_env`, for the sentinels.",
-    )
-    sentinel_password_file: FileSystemPath | None = Field(
-        default=None, description="As `password_file`, for the sentinels.",
-    )
-    tls: bool = Field(
-        default=False, description="Use TLS with all servers. Much slower, because openssl copies every byte.",
-    )
-    tls_ca_file: FileSystemPath | None = Field(
-        default=None, description="Certificates (PEM) of the trusted authorities; not set: those of the system.",
-    )
-    tls_cert_file: FileSystemPath | None = Field(
-        default=None, description="This client's certificate (PEM), if servers request one.",
-    )
-    tls_key_file: FileSystemPath | None = Field(
-        default=None, description="The key of `tls_cert_file` (PEM), unless it is in the same file.",
-    )
-    tls_check_hostname: bool = Field(
-        default=True,
-        description="Require the host name in certificates. Off, for nodes that report addresses that are not in "
-        "their certificates: any server with a certificate of that authority is trusted.",
-    )
-    key_prefix: str = Field(
-        default="hicache:", max_length=128, pattern=r"^[A-Za-z0-9_.:/-]*$",
-        description="Prefix of every key. Two prefixes on one server are two stores.",
-    )
-    capacity: TierSize | None = Field(
-        default=None,
-        description="Limit of the bytes of pages under `key_prefix`, without the server's own memory, for a server "
-        "without maxmemory (docs/storage.md). Not set: the server's limit.",
-    )
-    ttl: PositiveDuration | None = Field(
-        default=None, ge=0.001,
-        description="Lifetime of a page after its last use. Every read is then also a write (GETEX), which goes to "
-        "replicas and append-only files. Not set: until the server evicts it.",
-    )
-    max_age: PositiveDuration | None = Field(
-        default=None, ge=60,
-        description="Pages are removed this long after they were stored, also if they are used; the server does that "
-        "(docs/storage.md). Not set: age does not matter.",
-    )
-    read_from: Literal["primary", "replica"] = Field(
-        default="primary",
-        description="The servers for lookups and reads. Replicas take load off the primary, but lag, and reads "
-        "refresh neither `ttl` nor the primary's recency.",
-    )
-    connections: Count = Field(
-        default=2, ge=1, le=64,
-        description="Connections to each server for one batch. A server uses one core, so two keep it busy; more helps "
-        "over long distances.",
-    )
-    timeout: PositiveDuration = Field(
-        default=1.0, ge=0.001,
-        description="Time without a byte after which a server has failed. Longer tolerates pauses, such as a fork for "
-        "a snapshot.",
-    )
+    url: str | None = None
+    """A single server, `redis://host:6379/0`, or `rediss://` for TLS, without credentials."""
+    unix_socket: FileSystemPath | None = None
+    """Unix socket of a server on this machine; about a third faster than TCP."""
+    cluster: _Servers | None = None
+    """Some nodes of a cluster, each `host:port`; they report the others."""
+    sentinels: _Servers | None = None
+    """The sentinels that know the primary, each `host:port`. Needs `service`."""
+    service: str | None = Field(default=None, min_length=1, max_length=256)
+    """The sentinels' name of the primary."""
+    replicas: list[str] = Field(default=[], max_length=64)
+    """Replicas of the server in `url`, each `host:port`, for `read_from: replica`. Sentinels and clusters report their
+    own."""
+    allowed_nodes: _Servers | None = None
+    """Nodes that sentinels and cluster nodes may report, compared as reported: networks (`10.0.0.0/8`), IP addresses,
+    host names and domains (`.cache.example`). Not set: any node, which gets the password and the pages."""
+    db: Count = Field(default=0, ge=0, le=DB_MAX)
+    """Number of the database, if not in `url`; a cluster only has 0."""
+    username: str | None = Field(default=None, min_length=1, max_length=256)
+    """User of the server's ACL; not set: `default`."""
+    password_env: str | None = Field(default=None, pattern=VARIABLE_PATTERN)
+    """Name of the variable with the password."""
+    password_file: FileSystemPath | None = None
+    """File whose first line is the password, mode 0600."""
+    credential_provider: str | None = Field(default=None, max_length=256, pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
+    """Instead of `username` and a password: `package.module:name`, a function or class that makes a
+    `redis.CredentialProvider` (docs/backends/redis.md)."""
+    sentinel_username: str | None = Field(default=None, min_length=1, max_length=256)
+    """As `username`, for the sentinels."""
+    sentinel_password_env: str | None = Field(default=None, pattern=VARIABLE_PATTERN)
+    """As `password_env`, for the sentinels."""
+    sentinel_password_file: FileSystemPath | None = None
+    """As `password_file`, for the sentinels."""
+    tls: bool = False
+    """Use TLS with all servers. Much slower, because openssl copies every byte."""
+    tls_ca_file: FileSystemPath | None = None
+    """Certificates (PEM) of the trusted authorities; not set: those of the system."""
+    tls_cert_file: FileSystemPath | None = None
+    """This client's certificate (PEM), if servers request one."""
+    tls_key_file: FileSystemPath | None = None
+    """The key of `tls_cert_file` (PEM), unless it is in the same file."""
+    tls_check_hostname: bool = True
+    """Require the host name in certificates. Off, for nodes that report addresses that are not in their certificates:
+    any server with a certificate of that authority is trusted."""
+    key_prefix: str = Field(default="hicache:", max_length=128, pattern=r"^[A-Za-z0-9_.:/-]*$")
+    """Prefix of every key. Two prefixes on one server are two stores."""
+    capacity: TierSize | None = None
+    """Limit of the bytes of pages under `key_prefix`, without the server's own memory, for a server without maxmemory
+    (docs/storage.md). Not set: the server's limit."""
+    ttl: PositiveDuration | None = Field(default=None, ge=0.001)
+    """Lifetime of a page after its last use. Every read is then also a write (GETEX), which goes to replicas and
+    append-only files. Not set: until the server evicts it."""
+    max_age: PositiveDuration | None = Field(default=None, ge=60)
+    """Pages are removed this long after they were stored, also if they are used; the server does that
+    (docs/storage.md). Not set: age does not matter."""
+    read_from: Literal["primary", "replica"] = "primary"
+    """The servers for lookups and reads. Replicas take load off the primary, but lag, and reads refresh neither `ttl`
+    nor the primary's recency."""
+    connections: Count = Field(default=2, ge=1, le=64)
+    """Connections to each server for one batch. A server uses one core, so two keep it busy; more helps over long
+    distances."""
+    timeout: PositiveDuration = Field(default=1.0, ge=0.001)
+    """Time without a byte after which a server has failed. Longer tolerates pauses, such as a fork for a snapshot."""
 
     @model_validator(mode="after")
     def _one_place(self) -> RedisStorageOptions:
@@ -203,6 +159,8 @@ def _check_url(url: str) -> None:
 class RedisStorage(Section):
     """Storage in Redis or Valkey."""
 
-    type: Literal["redis"] = Field(description="As for `file`.")
-    options: RedisStorageOptions = Field(description="Options of the backend; they depend on `type`.")
+    type: Literal["redis"]
+    """As for `file`."""
+    options: RedisStorageOptions
+    """Options of the backend; they depend on `type`."""
     guard: GuardConfig = GuardConfig()

@@ -18,40 +18,28 @@ class RemoteStorageOptions(ServerOptions):
 
     alternatives = (("socket", "url"), ("token_file", "token_env"))
 
-    socket: FileSystemPath | None = Field(
-        default=None,
-        description="Unix socket of a daemon on this host, of the same user. Not set, and no `url`: the default "
-        "socket of this user's daemon.",
-    )
-    url: str | None = Field(
-        default=None,
-        description="Daemon on another host, `https://host:port`. Plain `http` beyond loopback lets others on the "
-        "network read the pages; it is rejected with a token.",
-    )
-    token_file: FileSystemPath | None = Field(
-        default=None, description="File whose first line is the daemon's token, mode 0600. Not for the Unix socket.",
-    )
-    token_env: str | None = Field(
-        default=None, pattern=VARIABLE_PATTERN, description="Name of the variable with the token.",
-    )
-    ca_file: FileSystemPath | None = Field(
-        default=None,
-        description="Certificates (PEM) that replace the system's. Certificates are always checked.",
-    )
-    certificate: FileSystemPath | None = Field(
-        default=None, description="PEM file with this client's certificate, for a daemon that requests one.",
-    )
-    key: FileSystemPath | None = Field(default=None, description="PEM file with its private key, mode 0600.")
-    connections: Count = Field(
-        default=4, ge=1, le=64,
-        description="Connections for the page bodies of one call, each with a thread. More hides network latency. "
-        "Shared memory needs only one.",
-    )
-    timeout: PositiveDuration = Field(
-        default=10.0, ge=0.01, le=3600,
-        description="Time without a byte after which a TCP request fails, beyond the daemon's own deadline. Shorter "
-        "detects a lost network sooner.",
-    )
+    socket: FileSystemPath | None = None
+    """Unix socket of a daemon on this host, of the same user. Not set, and no `url`: the default socket of this user's
+    daemon."""
+    url: str | None = None
+    """Daemon on another host, `https://host:port`. Plain `http` beyond loopback lets others on the network read the
+    pages; it is rejected with a token."""
+    token_file: FileSystemPath | None = None
+    """File whose first line is the daemon's token, mode 0600. Not for the Unix socket."""
+    token_env: str | None = Field(default=None, pattern=VARIABLE_PATTERN)
+    """Name of the variable with the token."""
+    ca_file: FileSystemPath | None = None
+    """Certificates (PEM) that replace the system's. Certificates are always checked."""
+    certificate: FileSystemPath | None = None
+    """PEM file with this client's certificate, for a daemon that requests one."""
+    key: FileSystemPath | None = None
+    """PEM file with its private key, mode 0600."""
+    connections: Count = Field(default=4, ge=1, le=64)
+    """Connections for the page bodies of one call, each with a thread. More hides network latency. Shared memory needs
+    only one."""
+    timeout: PositiveDuration = Field(default=10.0, ge=0.01, le=3600)
+    """Time without a byte after which a TCP request fails, beyond the daemon's own deadline. Shorter detects a lost
+    network sooner."""
 
     @model_validator(mode="after")
     def _check(self) -> RemoteStorageOptions:
@@ -74,6 +62,8 @@ class RemoteStorageOptions(ServerOptions):
 class RemoteStorage(Section):
     """Storage in a daemon."""
 
-    type: Literal["remote"] = Field(description="As above.")
-    options: RemoteStorageOptions = Field(default=RemoteStorageOptions(), description="Options of the backend.")
+    type: Literal["remote"]
+    """As above."""
+    options: RemoteStorageOptions = RemoteStorageOptions()
+    """Options of the backend."""
     guard: GuardConfig = GuardConfig()

@@ -38,82 +38,47 @@ def check_region(text: str) -> str:
 class S3StorageOptions(ServerOptions):
     """Options of the `s3` backend: one object per page in a bucket of AWS or of any store with the same API."""
 
-    bucket: str = Field(
-        min_length=3, max_length=255, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]$",
-        description="Name of the bucket, which must exist.",
-    )
-    prefix: Annotated[str, AfterValidator(_check_prefix)] = Field(
-        default="hicache/", max_length=1024,
-        description="Prefix of all object names, which separates pages from other objects, also for lifecycle rules.",
-    )
-    capacity: TierSize | None = Field(
-        default=None,
-        description="Limit of the bytes of pages below `prefix` (docs/storage.md). Not set: no limit.",
-    )
-    max_age: PositiveDuration | None = Field(
-        default=None, ge=60,
-        description="Pages are removed this long after they were stored, also if they are used (docs/storage.md). Not "
-        "set: age does not matter.",
-    )
-    endpoint_url: str | None = Field(
-        default=None,
-        description="URL of a store that is not AWS, like `https://s3.example.com:9000`. With plain `http`, others on "
-        "the network can read the pages.",
-    )
-    region: Annotated[str, AfterValidator(check_region)] | None = Field(
-        default=None,
-        description="Region of the bucket. Not set: that of boto3's configuration, or `us-east-1`.",
-    )
-    path_style: bool | None = Field(
-        default=None,
-        description="Put the bucket into the path of requests instead of the host name. Not set: for stores that are "
-        "not AWS, and for buckets with a dot in their name.",
-    )
-    access_key_env: str | None = Field(
-        default=None,
-        description="Name of the variable with the access key. Needs `secret_key_env`. Without these and "
-        "`credentials_file`, boto3's usual credentials are used.",
-    )
-    secret_key_env: str | None = Field(
-        default=None,
-        description="Name of the variable with the secret key.",
-    )
-    session_token_env: str | None = Field(
-        default=None,
-        description="Name of the variable with the session token of temporary credentials. Unlike boto3's, these are "
-        "not renewed.",
-    )
-    credentials_file: FileSystemPath | None = Field(
-        default=None,
-        description="File with credentials in the format of AWS, mode 0600.",
-    )
-    profile: str | None = Field(
-        default=None, max_length=128,
-        description="Section of `credentials_file`; without that file, boto3's profile.",
-    )
-    ca_file: FileSystemPath | None = Field(
-        default=None,
-        description="Certificates (PEM) that replace the system's. Certificates are always checked.",
-    )
-    proxy: str | None = Field(
-        default=None,
-        description="URL of an HTTP proxy without a password, like `http://proxy.example:3128`. Not set: none; "
-        "variables such as HTTPS_PROXY have no effect by themselves.",
-    )
-    proxy_env: str | None = Field(
-        default=None,
-        description="Name of the variable with the URL of an HTTP proxy, which may have a user and a password "
-        "(`http://user:password@proxy.example:3128`), such as `HTTPS_PROXY`.",
-    )
-    connections: Count = Field(
-        default=8, ge=1, le=256,
-        description="Requests in flight, each with a thread and a connection; fewer while the store throttles. More "
-        "hides latency; one core transfers 3 to 4 GB/s.",
-    )
-    timeout: PositiveDuration = Field(
-        default=5.0, ge=0.01, le=3600,
-        description="Time without a byte after which a request fails. Too short turns slow moments into misses.",
-    )
+    bucket: str = Field(min_length=3, max_length=255, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*[A-Za-z0-9]$")
+    """Name of the bucket, which must exist."""
+    prefix: Annotated[str, AfterValidator(_check_prefix)] = Field(default="hicache/", max_length=1024)
+    """Prefix of all object names, which separates pages from other objects, also for lifecycle rules."""
+    capacity: TierSize | None = None
+    """Limit of the bytes of pages below `prefix` (docs/storage.md). Not set: no limit."""
+    max_age: PositiveDuration | None = Field(default=None, ge=60)
+    """Pages are removed this long after they were stored, also if they are used (docs/storage.md). Not set: age does
+    not matter."""
+    endpoint_url: str | None = None
+    """URL of a store that is not AWS, like `https://s3.example.com:9000`. With plain `http`, others on the network can
+    read the pages."""
+    region: Annotated[str, AfterValidator(check_region)] | None = None
+    """Region of the bucket. Not set: that of boto3's configuration, or `us-east-1`."""
+    path_style: bool | None = None
+    """Put the bucket into the path of requests instead of the host name. Not set: for stores that are not AWS, and for
+    buckets with a dot in their name."""
+    access_key_env: str | None = None
+    """Name of the variable with the access key. Needs `secret_key_env`. Without these and `credentials_file`, boto3's
+    usual credentials are used."""
+    secret_key_env: str | None = None
+    """Name of the variable with the secret key."""
+    session_token_env: str | None = None
+    """Name of the variable with the session token of temporary credentials. Unlike boto3's, these are not renewed."""
+    credentials_file: FileSystemPath | None = None
+    """File with credentials in the format of AWS, mode 0600."""
+    profile: str | None = Field(default=None, max_length=128)
+    """Section of `credentials_file`; without that file, boto3's profile."""
+    ca_file: FileSystemPath | None = None
+    """Certificates (PEM) that replace the system's. Certificates are always checked."""
+    proxy: str | None = None
+    """URL of an HTTP proxy without a password, like `http://proxy.example:3128`. Not set: none; variables such as
+    HTTPS_PROXY have no effect by themselves."""
+    proxy_env: str | None = None
+    """Name of the variable with the URL of an HTTP proxy, which may have a user and a password
+    (`http://user:password@proxy.example:3128`), such as `HTTPS_PROXY`."""
+    connections: Count = Field(default=8, ge=1, le=256)
+    """Requests in flight, each with a thread and a connection; fewer while the store throttles. More hides latency; one
+    core transfers 3 to 4 GB/s."""
+    timeout: PositiveDuration = Field(default=5.0, ge=0.01, le=3600)
+    """Time without a byte after which a request fails. Too short turns slow moments into misses."""
 
     @model_validator(mode="after")
     def _check(self) -> S3StorageOptions:
@@ -141,6 +106,8 @@ class S3StorageOptions(ServerOptions):
 class S3Storage(Section):
     """Storage in a bucket."""
 
-    type: Literal["s3"] = Field(description="As above.")
-    options: S3StorageOptions = Field(description="Options of the backend.")
+    type: Literal["s3"]
+    """As above."""
+    options: S3StorageOptions
+    """Options of the backend."""
     guard: GuardConfig = GuardConfig()

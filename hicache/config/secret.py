@@ -43,7 +43,14 @@ def read_private_file(path: Path, what: str, bytes_max: int) -> bytes:
     where = _named(path, what)
     try:
         with open_regular(path) as file:
-            _require_private(os.fstat(file.fileno()), where)
+            state = os.fstat(file.fileno())
+            if state.st_mode & (0o037 if state.st_uid == 0 else 0o077):
+                raise ConfigError(
+                    f"{where}: mode {stat.S_IMODE(state.st_mode):04o} gives other users access; run chmod 600 (in "
+                    "Kubernetes: defaultMode: 0440 and fsGroup)"
+                )
+            if state.st_uid not in (os.geteuid(), 0):
+                raise ConfigError(f"{where}: belongs to user {state.st_uid}, not to you or root; run chown")
             return file.read(bytes_max)
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read: {error.strerror}") from error
@@ -51,16 +58,6 @@ def read_private_file(path: Path, what: str, bytes_max: int) -> bytes:
 
 def _named(path: Path, what: str) -> str:
     return f"{what} {os.fspath(path)!r}"
-
-
-def _require_private(state: os.stat_result, where: str) -> None:
-    if state.st_mode & (0o037 if state.st_uid == 0 else 0o077):
-        raise ConfigError(
-            f"{where}: mode {stat.S_IMODE(state.st_mode):04o} gives other users access; run chmod 600 (in Kubernetes: "
-            "defaultMode: 0440 and fsGroup)"
-        )
-    if state.st_uid not in (os.geteuid(), 0):
-        raise ConfigError(f"{where}: belongs to user {state.st_uid}, not to you or root; run chown")
 
 
 def read_keys(entry: str, place: Path | str, environ: Mapping[str, str]) -> tuple[bytes, ...]:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import ast
+import functools
+import inspect
+import sys
 from collections.abc import Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar
 
@@ -11,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 
 from ..errors import ConfigError
 from ..units import refuse_bool
-from .files import expanded
+from .files import usable
 from .wording import problems_of
 
 S = TypeVar("S", bound="Section")
@@ -26,29 +30,18 @@ def yaml_switch(value: Any) -> Any:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
-def _check_path(value: Any) -> Any:
-    # Checked before it becomes a Path, for which empty text is the working directory.
-    if isinstance(value, str) and not value.strip():
-        raise ValueError("the path is empty; write . for the working directory")
-    if "\0" in str(value):
-        raise ValueError("a path cannot contain a null byte")
-    try:
-        os.fsencode(str(value))
-    except UnicodeEncodeError:
-        raise ValueError("the path has a character that is not valid in file names") from None
-    return expanded(os.fspath(value)) if isinstance(value, (str, Path)) else value
-
-
 Tokens: TypeAlias = Annotated[int, Field(ge=1, le=TOKENS_MAX), BeforeValidator(refuse_bool)]
-FileSystemPath: TypeAlias = Annotated[Path, BeforeValidator(_check_path)]
+FileSystemPath: TypeAlias = Annotated[
+    Path, BeforeValidator(lambda path: usable(str(path)) if isinstance(path, str | Path) else path)
+]
 
 
 class Section(BaseModel):
     """A group of entries. It is checked when it is built, by `load_config` or by a program with keywords, which may
     also be text with units (`capacity="10GiB"`). Immutable.
 
-    Numbers for which users have no better values are not entries but constants of the class (`ClassVar`), beside the
-    entries that they work with. A derived class sets others.
+    The text below an entry is its description. Numbers for which users have no better values are not entries but
+    constants of the class (`ClassVar`), beside the entries that they work with. A derived class sets others.
 
     Raises ConfigError that names every wrong entry. It does not quote text that may be a secret, only numbers, sizes,
     durations and names of hosts, policies and parts.
@@ -80,6 +73,30 @@ class Section(BaseModel):
             if len(given) > 1:
                 raise ValueError(f"set at most one of {', '.join(names)}, not {' and '.join(given)}")
         return self
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, core: Any, handler: Any, /) -> dict[str, Any]:
+        schema: dict[str, Any] = handler(core)
+        properties = handler.resolve_ref_schema(schema).get("properties", {})
+        for name, text in _descriptions(cls.__module__).get(cls.__name__, {}).items():
+            properties[name]["description"] = text
+        return schema
+
+
+@functools.cache
+def _descriptions(module: str) -> Mapping[str, Mapping[str, str]]:
+    """Return the texts below the entries of each class of a module. Pydantic's `use_attribute_docstrings` would parse
+    all sources at import."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {
+        section.name: {
+            entry.target.id: " ".join(str(text.value.value).split())
+            for entry, text in pairwise(section.body)
+            if isinstance(entry, ast.AnnAssign) and isinstance(entry.target, ast.Name)
+            and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant)
+        }
+        for section in ast.walk(tree) if isinstance(section, ast.ClassDef)
+    }
 
 
 class ServerOptions(Section):

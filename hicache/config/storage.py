@@ -6,18 +6,11 @@ name, and may itself be composed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
-from pydantic import (
-    Discriminator,
-    Field,
-    JsonValue,
-    SerializerFunctionWrapHandler,
-    Tag,
-    model_serializer,
-    model_validator,
-)
+from pydantic import Field, GetCoreSchemaHandler, GetPydanticSchema, JsonValue, model_serializer, model_validator
+from pydantic_core.core_schema import CoreSchema, tagged_union_schema
 
 from ..units import GIB, MIB, Count, PositiveDuration, PositiveSize, Size, TierSize
 from .guard import GuardConfig
@@ -34,122 +27,96 @@ PARTS_MAX = 64
 class FileStorageOptions(Section):
     """Options of the `file` backend: one file per page in its own directory."""
 
-    path: FileSystemPath = Field(
-        description="Directory of the store, on a local disk, of this user and closed to others; created if missing. "
-        "Only one machine can use it at a time; `shared_files` is for several. In a volume or a directory that users "
-        "share, the store is `hicache` below it (docs/formats/file_store.md).",
-    )
-    capacity: TierSize | None = Field(
-        default=10 * GIB,
-        description="Limit of the store's size; beyond it the least recently used pages are removed. `null`: only "
-        "`free_space_floor` limits it.",
-    )
-    eviction_policy: Literal["lru", "adaptive"] = Field(
-        default="adaptive",
-        description="The pages that are removed first. `lru`: the least recently used. `adaptive`: as `lru`, but keeps "
-        "what S3-FIFO or ARC would keep, if one of them has more hits; takes at most 20 MB. Needs a `capacity`. Each "
-        "process knows only its own uses.",
-    )
-    max_age: PositiveDuration | None = Field(
-        default=None, ge=60,
-        description="Pages are removed this long after they were stored, also if they are used (docs/storage.md). Not "
-        "set: age does not matter.",
-    )
-    free_space_floor: Size = Field(
-        default=GIB,
-        description="Space of the file system that stays free for other programs; more if they write much.",
-    )
-    io_threads: Count = Field(
-        default=4, ge=1, le=64,
-        description="Threads that read and write files. More keeps a fast disk busy; one core transfers a few GB/s.",
-    )
-    direct_io: bool = Field(
-        default=False,
-        description="Bypass the page cache. Off is faster while the store fits into free memory; on leaves that "
-        "memory to other programs.",
-    )
-    sync: bool = Field(
-        default=False,
-        description="Wait for the disk after each page. Off, a power failure may lose the newest pages; on halves the "
-        "write speed.",
-    )
+    path: FileSystemPath
+    """Directory of the store, on a local disk, of this user and closed to others; created if missing. Only one machine
+    can use it at a time; `shared_files` is for several. In a volume or a directory that users share, the store is
+    `hicache` below it (docs/formats/file_store.md)."""
+    capacity: TierSize | None = 10 * GIB
+    """Limit of the store's size; beyond it the least recently used pages are removed. `null`: only `free_space_floor`
+    limits it."""
+    eviction_policy: Literal["lru", "adaptive"] = "adaptive"
+    """The pages that are removed first. `lru`: the least recently used. `adaptive`: as `lru`, but keeps what S3-FIFO or
+    ARC would keep, if one of them has more hits; takes at most 20 MB. Needs a `capacity`. Each process knows only its
+    own uses."""
+    max_age: PositiveDuration | None = Field(default=None, ge=60)
+    """Pages are removed this long after they were stored, also if they are used (docs/storage.md). Not set: age does
+    not matter."""
+    free_space_floor: Size = GIB
+    """Space of the file system that stays free for other programs; more if they write much."""
+    io_threads: Count = Field(default=4, ge=1, le=64)
+    """Threads that read and write files. More keeps a fast disk busy; one core transfers a few GB/s."""
+    direct_io: bool = False
+    """Bypass the page cache. Off is faster while the store fits into free memory; on leaves that memory to other
+    programs."""
+    sync: bool = False
+    """Wait for the disk after each page. Off, a power failure may lose the newest pages; on halves the write speed."""
 
 
 class FileStorage(Section):
     """Storage in local files."""
 
-    type: Literal["file"] = Field(
-        description="The backend: `file`, `shared_files`, `redis`, `s3`, `mooncake`, a daemon (`remote`), a "
-        "composition (`levels`, `sharded`), `memory` (for tests), an installed entry point of `hicache.backends`, or "
-        "`module:Class`.",
-    )
-    options: FileStorageOptions = Field(description="Options of the backend; they depend on `type`.")
+    type: Literal["file"]
+    """The backend: `file`, `shared_files`, `redis`, `s3`, `mooncake`, a daemon (`remote`), a composition (`levels`,
+    `sharded`), `memory` (for tests), an installed entry point of `hicache.backends`, or `module:Class`."""
+    options: FileStorageOptions
+    """Options of the backend; they depend on `type`."""
     guard: GuardConfig = GuardConfig()
 
 
 class SharedFilesStorageOptions(Section):
     """Options of the `shared_files` backend: one file per page in a directory that several machines share."""
 
-    path: FileSystemPath = Field(
-        description="Directory of the store on a shared file system; created if missing, in an existing directory. New "
-        "files get the permissions of those who can write to it (docs/formats/shared_files.md).",
-    )
-    capacity: TierSize = Field(
-        default=10 * GIB,
-        description="Limit of the store's size, the same in all engines; beyond it the least recently used pages are "
-        "removed (docs/storage.md).",
-    )
-    eviction_policy: Literal["lru", "adaptive"] = Field(
-        default="lru",
-        description="The pages that are removed first. `lru`: the least recently used. `adaptive`: as `lru`, but keeps "
-        "what S3-FIFO or ARC would keep, if one of them has more hits for all engines; takes at most 20 MB. The engine "
-        "that sweeps applies it, so set the same in all.",
-    )
-    max_age: PositiveDuration | None = Field(
-        default=None, ge=60,
-        description="Pages are removed this long after they were stored, also if they are used (docs/storage.md). Not "
-        "set: age does not matter.",
-    )
-    free_space_floor: Size = Field(
-        default=GIB,
-        description="Space of the file system that stays free for other programs, checked at each listing.",
-    )
-    io_threads: Count = Field(
-        default=8, ge=1, le=256,
-        description="Calls of the file system in flight, each with a thread and a buffer of one page. More hides "
-        "latency. When all of them hang, the store fails at once.",
-    )
+    path: FileSystemPath
+    """Directory of the store on a shared file system; created if missing, in an existing directory. New files get the
+    permissions of those who can write to it (docs/formats/shared_files.md)."""
+    capacity: TierSize = 10 * GIB
+    """Limit of the store's size, the same in all engines; beyond it the least recently used pages are removed
+    (docs/storage.md)."""
+    eviction_policy: Literal["lru", "adaptive"] = "lru"
+    """The pages that are removed first. `lru`: the least recently used. `adaptive`: as `lru`, but keeps what S3-FIFO or
+    ARC would keep, if one of them has more hits for all engines; takes at most 20 MB. The engine that sweeps applies
+    it, so set the same in all."""
+    max_age: PositiveDuration | None = Field(default=None, ge=60)
+    """Pages are removed this long after they were stored, also if they are used (docs/storage.md). Not set: age does
+    not matter."""
+    free_space_floor: Size = GIB
+    """Space of the file system that stays free for other programs, checked at each listing."""
+    io_threads: Count = Field(default=8, ge=1, le=256)
+    """Calls of the file system in flight, each with a thread and a buffer of one page. More hides latency. When all of
+    them hang, the store fails at once."""
 
 
 class SharedFilesStorage(Section):
     """Storage in a shared directory."""
 
-    type: Literal["shared_files"] = Field(description="As above.")
-    options: SharedFilesStorageOptions = Field(description="Options of the backend.")
+    type: Literal["shared_files"]
+    """As above."""
+    options: SharedFilesStorageOptions
+    """Options of the backend."""
     guard: GuardConfig = GuardConfig()
 
 
 class PluginStorage(Section):
     """Storage in any other backend, which checks its options when it is opened."""
 
-    type: str = Field(min_length=1, max_length=256, description="As above.")
-    options: dict[str, JsonValue] = Field(default={}, description="Passed to the backend unchanged.")
+    type: str = Field(min_length=1, max_length=256)
+    """As above."""
+    options: dict[str, JsonValue] = Field(default={})
+    """Passed to the backend unchanged."""
     guard: GuardConfig = GuardConfig()
 
 
 class PartConfig(Section):
     """One part: the entries of a `storage` section, and its name, side by side."""
 
-    name: str | None = Field(
-        default=None, min_length=1, max_length=64,
-        description="Name of the part in metrics and messages. Required in a `sharded` set, where it determines the "
-        "part's pages. Not set: its type, with a number from the second of a type on.",
-    )
+    name: str | None = Field(default=None, min_length=1, max_length=64)
+    """Name of the part in metrics and messages. Required in a `sharded` set, where it determines the part's pages. Not
+    set: its type, with a number from the second of a type on."""
     storage: AnyStorage
 
     @model_serializer(mode="wrap")
-    def _spread_storage(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        entries: dict[str, Any] = serialize(self)
+    def _spread_storage(self, serialize: Callable[[PartConfig], dict[str, Any]]) -> dict[str, Any]:
+        entries = serialize(self)
         storage = entries.pop("storage", {})  # missing if required entries are missing
         return {**entries, **storage}
 
@@ -175,17 +142,14 @@ def _refuse_equal_names(parts: Sequence[PartConfig]) -> None:
 class LevelsOptions(Section):
     """Options of `levels`: stores that are read in order, the fastest first."""
 
-    levels: _Parts = Field(description="The stores, from the fastest to the largest; each as a `storage` section.")
-    promote: bool = Field(
-        default=True,
-        description="Copy pages read from a lower level to the levels above. Off, the first level only has pages "
-        "stored by this engine.",
-    )
-    cascade_bytes_max: PositiveSize = Field(
-        default=256 * MIB,
-        description="Limit, for each level, of bytes waiting to be copied to it; further copies are dropped and "
-        "counted. Promoted pages wait in host memory, stored ones in the level that has them.",
-    )
+    levels: _Parts
+    """The stores, from the fastest to the largest; each as a `storage` section."""
+    promote: bool = True
+    """Copy pages read from a lower level to the levels above. Off, the first level only has pages stored by this
+    engine."""
+    cascade_bytes_max: PositiveSize = 256 * MIB
+    """Limit, for each level, of bytes waiting to be copied to it; further copies are dropped and counted. Promoted
+    pages wait in host memory, stored ones in the level that has them."""
 
     @model_validator(mode="after")
     def _check(self) -> LevelsOptions:
@@ -196,10 +160,9 @@ class LevelsOptions(Section):
 class ShardedOptions(Section):
     """Options of a `sharded` set: stores with a share of the pages each."""
 
-    parts: _Parts = Field(
-        description="The stores, each as a `storage` section with a `name`; the same names in all engines. A new part "
-        "gets an even share of the pages, which are stored again.",
-    )
+    parts: _Parts
+    """The stores, each as a `storage` section with a `name`; the same names in all engines. A new part gets an even
+    share of the pages, which are stored again."""
 
     @model_validator(mode="after")
     def _check(self) -> ShardedOptions:
@@ -210,23 +173,23 @@ class ShardedOptions(Section):
 
 
 class _Composed(Section):
-    @property
-    def guard(self) -> GuardConfig:
-        """Return the default guard: a composition is not guarded, its parts are."""
-        return GuardConfig()
+    # A composition is not guarded, its parts are.
+    guard: ClassVar[GuardConfig] = GuardConfig()
 
 
 class LevelsStorage(_Composed):
     """Storage on several levels."""
 
-    type: Literal["levels"] = Field(description="Several stores, read in order.")
+    type: Literal["levels"]
+    """Several stores, read in order."""
     options: LevelsOptions
 
 
 class ShardedStorage(_Composed):
     """Storage distributed over several stores."""
 
-    type: Literal["sharded"] = Field(description="Several stores with a share of the pages each.")
+    type: Literal["sharded"]
+    """Several stores with a share of the pages each."""
     options: ShardedOptions
 
 
@@ -237,40 +200,28 @@ def parts_of(options: object) -> Sequence[PartConfig]:
     return options.parts if isinstance(options, ShardedOptions) else ()
 
 
-# The sections of the built-in types of storage, whose options are checked; all others are plugins.
-STORAGE_SECTIONS: dict[str, type[Section]] = {
-    "file": FileStorage,
-    "shared_files": SharedFilesStorage,
-    "redis": RedisStorage,
-    "s3": S3Storage,
-    "mooncake": MooncakeStorage,
-    "remote": RemoteStorage,
-    "levels": LevelsStorage,
-    "sharded": ShardedStorage,
-}
-
-
-def _storage_kind(value: Any) -> str:
-    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
-    return kind if isinstance(kind, str) and kind in STORAGE_SECTIONS else "plugin"
-
-
 StorageConfig: TypeAlias = (
     FileStorage | SharedFilesStorage | RedisStorage | S3Storage | MooncakeStorage | RemoteStorage | LevelsStorage
     | ShardedStorage | PluginStorage
 )
-AnyStorage: TypeAlias = Annotated[
-    Annotated[FileStorage, Tag("file")]
-    | Annotated[SharedFilesStorage, Tag("shared_files")]
-    | Annotated[RedisStorage, Tag("redis")]
-    | Annotated[S3Storage, Tag("s3")]
-    | Annotated[MooncakeStorage, Tag("mooncake")]
-    | Annotated[RemoteStorage, Tag("remote")]
-    | Annotated[LevelsStorage, Tag("levels")]
-    | Annotated[ShardedStorage, Tag("sharded")]
-    | Annotated[PluginStorage, Tag("plugin")],
-    Discriminator(_storage_kind),
-]
+# The sections of the built-in types of storage, whose options are checked; all others are plugins.
+STORAGE_SECTIONS: dict[str, type[Section]] = {
+    get_args(section.model_fields["type"].annotation)[0]: section
+    for section in get_args(StorageConfig) if section is not PluginStorage
+}
+
+
+def _kind(value: Any) -> str:
+    kind = value.get("type") if isinstance(value, Mapping) else getattr(value, "type", None)
+    return kind if isinstance(kind, str) and kind in STORAGE_SECTIONS else "plugin"
+
+
+def _by_kind(_: Any, schema_of: GetCoreSchemaHandler) -> CoreSchema:
+    sections = {**STORAGE_SECTIONS, "plugin": PluginStorage}
+    return tagged_union_schema({kind: schema_of(section) for kind, section in sections.items()}, _kind)
+
+
+AnyStorage: TypeAlias = Annotated[StorageConfig, GetPydanticSchema(_by_kind)]
 # A part of a composition is any storage, including a composition.
 for _section in (PartConfig, LevelsOptions, ShardedOptions, LevelsStorage, ShardedStorage):
     _section.model_rebuild(force=True)

@@ -6,16 +6,6 @@ from .ranks import RankGroup, TorchRankGroup
 from .statistics import ControllerStatistics, QueueStatistics
 
 __all__ = [
-    "PREFETCH_S_MAX",
-    "Acks",
-    "Backup",
-    "ControllerStatistics",
-    "HiCacheController",
-    "Load",
-    "LookupOperation",
-    "QueueStatistics",
-    "RankGroup",
-    "ReadOperation",
-    "StoreOperation",
-    "TorchRankGroup",
+    "PREFETCH_S_MAX", "Acks", "Backup", "ControllerStatistics", "HiCacheController", "Load", "LookupOperation",
+    "QueueStatistics", "RankGroup", "ReadOperation", "StoreOperation", "TorchRankGroup",
 ]

@@ -18,8 +18,7 @@ With ranks (see `agreement`), `poll` acknowledges operations that have ended on 
 ranks decide identically. Time, measurements and readiness of storage are also agreed on, and latched once per step.
 `gate` decides whether storage may be used; callers check it before they submit a lookup or a store.
 
-Longer than 500 lines because all queues are in one class: they have the same rules for bounds, acks and agreement, and
-a class for each direction would forward every call.
+All queues are in one class: they have the same rules for bounds, acks and agreement.
 
 Locking design: the scheduler thread makes every call of this class, except for `read_apart` (see `StorageExecutor`),
 and owns its counters, so no lock is needed. Workers return finished operations through one queue (`storage`). The
@@ -85,17 +84,9 @@ class HiCacheController:
     """
 
     def __init__(  # noqa: PLR0913 - its parts, and the ones that tests replace
-        self,
-        host: HostPool,
-        copies: CopyEngine | None,
-        backend: Storage | None,
-        config: HiCacheConfig | None = None,
-        *,
-        ranks: RankGroup | None = None,
-        stores_pages: bool = True,
-        rates: int = 0,
-        workers: WorkerFactory = SupervisedPool,
-        clock: Clock = SYSTEM_CLOCK,
+        self, host: HostPool, copies: CopyEngine | None, backend: Storage | None, config: HiCacheConfig | None = None,
+        *, ranks: RankGroup | None = None, stores_pages: bool = True, rates: int = 0,
+        workers: WorkerFactory = SupervisedPool, clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.config = config = config or HiCacheConfig()
         self.host = host
@@ -380,10 +371,8 @@ class HiCacheController:
             rates=rates,
             # `ended` before the pages, because the pages of an ended prefetch do not change.
             prefetches=[PrefetchProgress(one, one.ended, one.pages_here) for one in self._prefetches],
-            stores=[
-                (store, store_progress(store, elsewhere=not self.stores_pages))
-                for store in islice(self._stores, STORE_PLACES)
-            ],
+            stores=[(store, store_progress(store, elsewhere=not self.stores_pages))
+                    for store in islice(self._stores, STORE_PLACES)],
         )
         self._submitted["free host pages"] = self.host.allocator.free_pages
         self._agreement.start(progress, self._submitted)

@@ -83,10 +83,7 @@ class StorageGate:
     """
 
     def __init__(
-        self,
-        memory: memoryview | None,
-        workers: WorkerFactory,
-        clock: Clock,
+        self, memory: memoryview | None, workers: WorkerFactory, clock: Clock,
         on_evicted: EvictionListener | None = None,
     ) -> None:
         self.slot = Slot(self._attach, name="storage", user="the cache", workers=workers, clock=clock)

@@ -101,7 +101,6 @@ class TorchRankGroup:
         self._failure: RankError | None = None
 
     def start(self, values: Int64s) -> None:
-        """See RankGroup."""
         self._require_whole()
         if self._in_flight:
             raise InvariantError("rank group: an all-reduce is in flight; take its result first")
@@ -113,7 +112,6 @@ class TorchRankGroup:
         self._in_flight = True
 
     def result(self) -> Int64s:
-        """See RankGroup."""
         self._require_whole()
         if not self._in_flight:
             raise InvariantError("rank group: no all-reduce is in flight; start one first")
@@ -124,7 +122,6 @@ class TorchRankGroup:
             raise self._broken() from error
 
     def agree(self, values: Int64s) -> Int64s:
-        """See RankGroup."""
         self.start(values)
         return self.result()
 

@@ -144,13 +144,7 @@ class StorageExecutor:
     """
 
     def __init__(
-        self,
-        backend: Storage | None,
-        host: HostPool,
-        config: TransferConfig,
-        workers: WorkerFactory,
-        clock: Clock,
-        *,
+        self, backend: Storage | None, host: HostPool, config: TransferConfig, workers: WorkerFactory, clock: Clock, *,
         hears_losses: bool = True,
     ) -> None:
         self.pools: dict[type[Operation], SupervisedPool[Any]] = {}
@@ -256,60 +250,53 @@ class StorageExecutor:
 
     def look_up(self, lookup: LookupOperation, beat: _Beat) -> None:
         """Hash the page keys batch by batch and look up the longest stored prefix."""
-        pages = lookup.key.pages(self._host.shape.tokens) - lookup.start_page
-        with tracing.span("lookup", lookup.context, pages=pages) as span:
-            self._look_up(lookup, beat)
-            tracing.note(span, hit_pages=lookup.hit_pages)
-
-    def _look_up(self, lookup: LookupOperation, beat: _Beat) -> None:
         storage, page_size, batch = lookup.storage, self._host.shape.tokens, self._config.storage_batch_pages
         pages = lookup.key.pages(page_size)
-        prior = lookup.prior if isinstance(lookup.prior, bytes) else lookup.prior.keys()[-1]
-        for start in range(lookup.start_page, pages, batch):
-            if self._is_over(lookup):
-                return
-            beat()
-            keys = lookup.key.page_keys(page_size, prior, start, min(start + batch, pages))
-            prior = keys[-1]
-            lookup.keys += keys
-            lookup.called_s = self._clock()
-            found = storage.backend.batch_exists(keys, deadline=self._deadline(lookup.called_s + lookup.call_s))
-            lookup.called_s = math.inf
-            lookup.hit_pages += found
-            if found < len(keys):
-                return
+        with tracing.span("lookup", lookup.context, pages=pages - lookup.start_page) as span:
+            prior = lookup.prior if isinstance(lookup.prior, bytes) else lookup.prior.keys()[-1]
+            for start in range(lookup.start_page, pages, batch):
+                if self._is_over(lookup):
+                    break
+                beat()
+                keys = lookup.key.page_keys(page_size, prior, start, min(start + batch, pages))
+                prior = keys[-1]
+                lookup.keys += keys
+                lookup.called_s = self._clock()
+                found = storage.backend.batch_exists(keys, deadline=self._deadline(lookup.called_s + lookup.call_s))
+                lookup.called_s = math.inf
+                lookup.hit_pages += found
+                if found < len(keys):
+                    break
+            tracing.note(span, hit_pages=lookup.hit_pages)
 
     def read(self, read: ReadOperation, beat: _Beat) -> None:
         """Read batch by batch. Stop at the first page that is not a hit."""
-        with tracing.span("read", read.context, pages=len(read.host_pages)) as span:
-            self._read(read, beat)
-            tracing.note(span, hit_pages=read.pages_here, bytes=read.pages_here * self._host.frame_bytes)
-
-    def _read(self, read: ReadOperation, beat: _Beat) -> None:
         backend, batch = read.storage.backend, self._config.storage_batch_pages
-        for start in range(0, len(read.host_pages), batch):
-            if self._is_over(read):
-                return
-            beat()
-            keys = read.keys[start : start + batch]
-            frames = self._host.frames(read.host_pages[start : start + batch])
-            read.called_s = began_s = self._clock()
-            self._reading.begin(read)
-            try:
-                outcomes = backend.batch_get(keys, frames, deadline=self._deadline(began_s + read.call_s))
-            finally:
-                self._reading.end(read, self._clock(), len(keys))
-            read.called_s = math.inf
-            hits = 0
-            while hits < len(keys) and outcomes[hits] is GetOutcome.HIT:
-                if read.codec is not None:  # one that was compressed in storage has no tag
-                    read.codec.ensure_tag(keys[hits], frames[hits])
-                hits += 1
-            read.pages_here = start + hits
-            if hits < len(keys):
-                if outcomes[hits] in (GetOutcome.MISS, GetOutcome.CORRUPT):
-                    self._note_lost(read.keys[start + hits :])
-                return
+        with tracing.span("read", read.context, pages=len(read.host_pages)) as span:
+            for start in range(0, len(read.host_pages), batch):
+                if self._is_over(read):
+                    break
+                beat()
+                keys = read.keys[start : start + batch]
+                frames = self._host.frames(read.host_pages[start : start + batch])
+                read.called_s = began_s = self._clock()
+                self._reading.begin(read)
+                try:
+                    outcomes = backend.batch_get(keys, frames, deadline=self._deadline(began_s + read.call_s))
+                finally:
+                    self._reading.end(read, self._clock(), len(keys))
+                read.called_s = math.inf
+                hits = 0
+                while hits < len(keys) and outcomes[hits] is GetOutcome.HIT:
+                    if read.codec is not None:  # one that was compressed in storage has no tag
+                        read.codec.ensure_tag(keys[hits], frames[hits])
+                    hits += 1
+                read.pages_here = start + hits
+                if hits < len(keys):
+                    if outcomes[hits] in (GetOutcome.MISS, GetOutcome.CORRUPT):
+                        self._note_lost(read.keys[start + hits :])
+                    break
+            tracing.note(span, hit_pages=read.pages_here, bytes=read.pages_here * self._host.frame_bytes)
 
     def read_apart(self, read: ReadOperation) -> None:
         """Make a read that was not submitted, on the caller's thread, and leave its store. Blocks. Raises as the store,

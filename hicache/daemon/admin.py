@@ -34,7 +34,9 @@ from ..backends.base import Direction
 from ..backends.guard import Override
 from ..backends.storage import named_stores
 from ..background import BackgroundTask
-from ..errors import AdminError
+from ..errors import AdminError, InvalidInput
+from ..hints import Demote, HintAction, HintsEnvelope, Outcome, OutcomeStatus, Pin, Prefetch, Release, hint_of
+from ..units import SIZE_MAX_BYTES
 from .namespace import ServedNamespace
 from .node import Node
 
@@ -223,6 +225,41 @@ class NodeAdmin:
             for name in [name for name, pin in self._pins.items() if pin.expires_s <= now_s]:
                 self._end(name)
             return min((pin.expires_s for pin in self._pins.values()), default=math.inf)
+
+    def hint(self, envelope: HintsEnvelope) -> Sequence[Outcome]:
+        """See AdminTarget. The pool pins pages, reads them ahead and lets them go; it knows neither sessions nor who
+        comes back."""
+        return [self._outcome(action) for action in envelope.actions]
+
+    def _outcome(self, action: HintAction) -> Outcome:
+        def outcome(status: OutcomeStatus, detail: str = "", pages: int = 0, ttl_s: float | None = None) -> Outcome:
+            return Outcome(action.action_id, action.action_type, status, detail, pages, ttl_s)
+
+        try:
+            hint = hint_of(action)
+            if not isinstance(hint, (Pin, Prefetch, Release, Demote)):
+                return outcome(OutcomeStatus.REJECTED, "a daemon does not order pages; send it to the engine")
+            if hint.page_keys is None:
+                return outcome(OutcomeStatus.REJECTED, "a daemon knows page_keys only; send it to the engine")
+            if isinstance(hint, Demote) and hint.destination == "host":
+                return outcome(OutcomeStatus.REJECTED, "a daemon has no device pages; send it to the engine")
+            keys = [bytes.fromhex(key) for key in hint.page_keys]
+            if isinstance(hint, Pin):
+                made = self.pin(PinRequest(namespace=hint.namespace, keys=hint.page_keys, ttl_s=hint.ttl_s))
+                pages, ttl_s = made.pages, hint.ttl_s
+            elif isinstance(hint, Prefetch):
+                pages, ttl_s = self.warm(hint.namespace, keys, SIZE_MAX_BYTES).pages, None
+            elif isinstance(hint, Demote) and self._node.config.storage is None:
+                return outcome(OutcomeStatus.REJECTED, "there is no store below the pool")
+            else:
+                pages, ttl_s = self._node.pool.drop(self._one(hint.namespace).space, keys), None
+        except (InvalidInput, AdminError) as error:
+            return outcome(OutcomeStatus.REJECTED, str(error))
+        if not pages:
+            return outcome(OutcomeStatus.MISSING, "none of the pages is here")
+        is_whole = pages == len(keys)
+        return outcome(OutcomeStatus.ACCEPTED if is_whole else OutcomeStatus.CLIPPED,
+                       "" if is_whole else "other pages are missing or in use", pages, ttl_s)
 
     # Storage
 

@@ -10,7 +10,6 @@ that the last change of the wanted state is the last change of each slot. One th
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import threading
@@ -20,7 +19,6 @@ from ..backends.guard import Override
 from ..backends.opening import StorageOpener
 from ..backends.registry import BackendSpec
 from ..backends.slot import OPEN_LOG_S, Overrides
-from ..backends.storage import Storage
 from ..background import BackgroundTask
 from ..clock import SYSTEM_CLOCK, Clock
 from ..frame import FrameCodec
@@ -100,14 +98,8 @@ class Attachment:
                 self._replace(namespace)
 
     def _replace(self, namespace: ServedNamespace) -> None:
-        is_wanted = self.is_attached and not namespace.is_retired
-        opens = functools.partial(self._open, namespace.store.codec, self._part)
-        namespace.store.slot.replace(opens if is_wanted else None)
-
-    # On threads
-
-    def _open(self, codec: FrameCodec, part: BackendSpec | None) -> Storage:
-        return self.opener.open(codec, part)
+        is_wanted, codec, part = self.is_attached and not namespace.is_retired, namespace.store.codec, self._part
+        namespace.store.slot.replace((lambda: self.opener.open(codec, part)) if is_wanted else None)
 
     def _advance(self) -> float:
         with self._lock:

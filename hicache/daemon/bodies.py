@@ -23,7 +23,7 @@ from ..frame.header import HEADER_BYTES
 from ..keys import PAGE_KEY_BYTES
 from .namespace import ServedNamespace
 from .node import Node
-from .refusal import Refused
+from .protocol import Refused
 from .staging import Staging
 
 
@@ -68,14 +68,8 @@ class PagesAnswer(Response):
 
 
 async def write_pages(  # noqa: PLR0917 - a request and its destination
-    node: Node,
-    namespace: ServedNamespace,
-    staging: Staging,
-    request: Request,
-    count: int,
-    parent: bytes | None,
-    deadline: float,
-    are_copies: bool,
+    node: Node, namespace: ServedNamespace, staging: Staging, request: Request, count: int, parent: bytes | None,
+    deadline: float, are_copies: bool,
 ) -> tuple[list[SetOutcome], list[str]]:
     """Receive `count` keys and frames, verify and store them; return their outcomes and the kinds of errors.
 

@@ -31,9 +31,8 @@ from ..admin.access import PEER, PeerProtocol
 from ..backends.errors import ErrorKind
 from ..config.daemon import DaemonConfig
 from ..frame import TagStream
-from .calls import CallCounters
-from .protocol import KEYS_MAX
-from .refusal import Refused
+from .protocol import KEYS_MAX, Refused
+from .statistics import CallCounters
 
 # Prometheus sends about 300 bytes; browsers also send cookies of other servers on this machine.
 HEAD_BYTES_MAX = 16 << 10
@@ -71,14 +70,6 @@ class Shared:
     write_bytes_max: int
 
 
-@dataclass(slots=True)
-class _Body:
-    """A body that bypasses the event loop, except for its beginning `head`."""
-
-    length: int
-    head: bytearray
-
-
 class Connection(PeerProtocol):
     """See the module's docstring."""
 
@@ -94,7 +85,8 @@ class Connection(PeerProtocol):
         self._head_bytes = 0
         self._headers_bytes = 0
         self._body_left = 0
-        self._body: _Body | None = None
+        self._body: bytearray | None = None  # the beginning of a body that otherwise bypasses the event loop
+        self._body_bytes = 0
 
     # Connections
 
@@ -186,7 +178,7 @@ class Connection(PeerProtocol):
         super().data_received(data)
         if self._is_in_head and self._head_bytes > HEAD_BYTES_MAX and self._refusal is None:
             self._refuse("head_bytes", Refused(431, ErrorKind.BAD_REQUEST, "the head of the request is too long"))
-        elif self._body is not None and len(self._body.head) < self._body.length:
+        elif self._body is not None and len(self._body) < self._body_bytes:
             self.flow.pause_reading()
 
     def on_message_begin(self) -> None:
@@ -221,7 +213,7 @@ class Connection(PeerProtocol):
         self._limit_time(self._time_for(length), "body_timeout")
         self._body = None
         if is_write and length and not self.listener.has_tls and not self.expect_100_continue:
-            self._body = _Body(length, bytearray())
+            self._body, self._body_bytes = bytearray(), length
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
@@ -232,7 +224,7 @@ class Connection(PeerProtocol):
         if self._body is None or self.cycle.response_complete:
             super().on_body(body)
         else:
-            self._body.head += body
+            self._body += body
 
     def on_message_complete(self) -> None:
         """Handle the end of a request; the next bytes belong to another one."""
@@ -267,13 +259,13 @@ class Connection(PeerProtocol):
             await _receive_through_loop(receive, buffers, tags)
             return
         filler = _Filler(buffers, tags)
-        filler.add(memoryview(body.head))
+        filler.add(memoryview(body))
         self._body = None
-        if len(body.head) == body.length:
+        if len(body) == self._body_bytes:
             return
         try:
             with self._socket() as sock:
-                timeout_s = self._time_for(body.length)
+                timeout_s = self._time_for(self._body_bytes)
                 await self.loop.run_in_executor(self._shared.threads, _receive, sock, filler, timeout_s)
         except OSError as error:
             self._abort("body", error)
@@ -364,9 +356,7 @@ class _Filler:
             data = data[size_bytes:]
 
 
-async def _receive_through_loop(
-    receive: Any, buffers: Sequence[memoryview], tags: Sequence[TagStream | None]
-) -> None:
+async def _receive_through_loop(receive: Any, buffers: Sequence[memoryview], tags: Sequence[TagStream | None]) -> None:
     filler = _Filler(buffers, tags)
     more = True
     while more:

@@ -35,7 +35,7 @@ from ..config.addresses import is_own_host
 from ..logs import request_id
 from .connection import Listener
 from .node import Node
-from .refusal import Refused
+from .protocol import Refused
 from .statistics import NodeState
 
 _PROBES = frozenset({"livez", "readyz"})

@@ -18,7 +18,7 @@ import enum
 import threading
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 from ..backends.base import SetOutcome
@@ -37,8 +37,6 @@ RESTORED_FAULT_S = 24 * 3600.0
 
 
 class FaultKind(enum.StrEnum):
-    """The kind of a fault."""
-
     DAMAGE = "damage"  # pages that were read and rejected; the detail is the reason
     BREAKER = "breaker_opened"  # the detail is the direction and the reason
     FAILED_CALLS = "failed_calls"  # calls to a store; the detail is the direction and the reason
@@ -134,11 +132,7 @@ class History:
         first."""
         with self._lock:
             rows = [list(sample) for sample in self._samples if sample.time > since]
-            faults = [
-                {"kind": fault.kind.value, "namespace": fault.namespace, "store": fault.store, "detail": fault.detail,
-                 "count": fault.count, "first": fault.first, "last": fault.last}
-                for fault in reversed(self._faults)
-            ]
+            faults = [asdict(fault) for fault in reversed(self._faults)]
         return {"sample_s": SAMPLE_S, "columns": list(Sample._fields), "rows": rows, "faults": faults}
 
     def _keep(self, samples: Iterable[Sample], time_s: float) -> None:

@@ -26,7 +26,6 @@ class Hits:
         return self.count >> (epoch - self.epoch)
 
     def add(self, epoch: int) -> None:
-        """Count one more hit."""
         self.count = self.at(epoch) + 1
         self.epoch = epoch
 
@@ -66,7 +65,6 @@ class HotPrefixes:
         self._table[key] = HotPrefix(key.hex()[:8], label, length, end.count), replace(end)
 
     def hottest(self) -> tuple[HotPrefix, ...]:
-        """Return the hottest chains, the hottest first."""
         epoch = self._epoch
         found = [replace(prefix, hits=hits.at(epoch)) for prefix, hits in self._table.values() if hits.at(epoch)]
         return tuple(sorted(found, key=lambda prefix: -prefix.hits)[:_HOT_MAX])

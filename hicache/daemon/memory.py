@@ -23,14 +23,13 @@ import math
 import secrets
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from ..backends.errors import ErrorKind
 from ..clock import SYSTEM_CLOCK, Clock
 from ..errors import CapacityError, SharedMemoryError
 from ..mapping import populate
 from ..shared_memory import Layout, Role, SharedMemory
-from .refusal import Refused
+from .protocol import AttachMemory, Refused
 from .statistics import ClientStatistics
 
 # An engine opens the memory that was created for it within this time.
@@ -41,23 +40,12 @@ BYTES_MAX = 8 << 40
 COUNT_MAX = 256
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryRequest:
-    """An engine's description of its memory: `pages` frames of `frame_bytes` in the file with the `identity` (device
-    and inode); None if the daemon must create it, for pages whose shape has the digest `shape`."""
-
-    name: str
-    frame_bytes: int
-    pages: int
-    identity: tuple[int, int] | None
-    shape: bytes = b""
-
-
 class Mapping:
     """The frames of one engine. Belongs to `Memories`."""
 
-    def __init__(self, request: MemoryRequest, memory: SharedMemory, clock: Clock) -> None:
+    def __init__(self, name: str, request: AttachMemory, memory: SharedMemory, clock: Clock) -> None:
         self._clock = clock
+        self.name = name
         self.request = request
         self.id = secrets.token_hex(16)
         self.memory = memory
@@ -65,11 +53,11 @@ class Mapping:
         self.is_leaving = False
         self._join_until_s = clock() + _JOIN_S if request.identity is None else -math.inf
 
-    def holds(self, request: MemoryRequest) -> bool:
+    def holds(self, request: AttachMemory) -> bool:
         """Return True if a request means this memory. An engine for which it was created may later send its
         identity."""
         same = self.request.frame_bytes == request.frame_bytes and self.request.pages == request.pages
-        return same and request.identity in (None, self.memory.identity) and request.shape in (b"", self.request.shape)
+        return same and request.identity in (None, self.memory.identity) and request.shape in (None, self.request.shape)
 
     def has_joined(self) -> bool:
         """Return True if an engine has the memory open. Does not block."""
@@ -86,24 +74,21 @@ class Mapping:
 class Memories:
     """All mappings, by name. See the module's docstring.
 
-    Invariant: the memory of a mapping in the table is mapped; `_bytes` is the sum over the table and `_opening`.
+    Invariant: the memory of a mapping in the table is mapped; `_opening` has the bytes of those that are being opened.
     """
 
-    def __init__(
-        self, bytes_max: int = BYTES_MAX, count_max: int = COUNT_MAX, clock: Clock = SYSTEM_CLOCK
-    ) -> None:
+    def __init__(self, bytes_max: int = BYTES_MAX, count_max: int = COUNT_MAX, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
         self._bytes_max = bytes_max
         self._count_max = count_max
         self._changed = threading.Condition()
         self._mappings: dict[str, Mapping] = {}
         self._opening: dict[str, int] = {}
-        self._bytes = 0
 
-    def attach(self, request: MemoryRequest, deadline: float) -> Mapping:
+    def attach(self, name: str, request: AttachMemory, deadline: float) -> Mapping:
         """Map the memory of an engine, or return the existing mapping of the same open memory. Blocks for operations on
         an older memory of that name. Raises Refused."""
-        name, size_bytes = request.name, request.frame_bytes * request.pages
+        size_bytes = request.frame_bytes * request.pages
         with self._table() as gone:
             while (known := self._mappings.get(name)) is not None:  # another thread may add one while this one waits
                 if known.holds(request) and not known.is_leaving and known.has_joined():
@@ -113,19 +98,17 @@ class Memories:
                 raise Refused(503, ErrorKind.BUSY, "memory: another call is attaching this name; try again", 1)
             if len(self._mappings) + len(self._opening) >= self._count_max:
                 raise Refused(503, ErrorKind.BUSY, "memory: too many are mapped; run a second daemon", 5)
-            if self._bytes + size_bytes > self._bytes_max:
+            mapped = (one.request.frame_bytes * one.request.pages for one in self._mappings.values())
+            if sum(self._opening.values()) + sum(mapped) + size_bytes > self._bytes_max:
                 raise Refused(413, ErrorKind.NO_SPACE, "memory: the limit would be exceeded; run a second daemon")
             self._opening[name] = size_bytes
-            self._bytes += size_bytes
         mapping = None
         try:
-            mapping = Mapping(request, _open(request, deadline), self._clock)
+            mapping = Mapping(name, request, _open(name, request, deadline), self._clock)
         finally:
             with self._changed:
                 del self._opening[name]
-                if mapping is None:
-                    self._bytes -= size_bytes
-                else:
+                if mapping is not None:
                     self._mappings[name] = mapping
         return mapping
 
@@ -188,7 +171,7 @@ class Memories:
                 mapping.is_leaving = True
                 if not mapping.operations and mapping.memory.unlink_if_left():
                     self._take_out(mapping, 0.0, gone)
-        return [mapping.request.name for mapping in gone]
+        return [mapping.name for mapping in gone]
 
     def statistics(self) -> tuple[ClientStatistics, ...]:
         """Return a snapshot of all mappings. Does not wait."""
@@ -223,11 +206,10 @@ class Memories:
         mapping.is_leaving = True
         if not self._clock.wait_for(self._changed, lambda: not mapping.operations, deadline):
             raise Refused(503, ErrorKind.LEASED, "memory: operations on its frames are in flight; try again", 1)
-        name = mapping.request.name
+        name = mapping.name
         if self._mappings.get(name) is not mapping:
             return  # another thread was faster
         del self._mappings[name]
-        self._bytes -= mapping.request.frame_bytes * mapping.request.pages
         if mapping.request.identity is None:
             mapping.memory.unlink_if_left()  # an engine that has it open may attach it again by its name
         gone.append(mapping)
@@ -237,13 +219,13 @@ def _not_attached() -> Refused:
     return Refused(404, ErrorKind.NO_SEGMENT, "memory: is not attached; PUT /v1/memory/NAME and try again")
 
 
-def _open(request: MemoryRequest, deadline: float) -> SharedMemory:
+def _open(name: str, request: AttachMemory, deadline: float) -> SharedMemory:
     """Map the memory. Raises Refused if it does not match the request."""
     try:
         if request.identity is None:
-            layout = Layout(0, request.pages, request.frame_bytes, request.shape)
-            return SharedMemory.open(request.name, layout, deadline=deadline, role=Role.DAEMON)
-        memory = SharedMemory.attach(request.name, identity=request.identity, deadline=deadline)
+            layout = Layout(0, request.pages, request.frame_bytes, bytes.fromhex(request.shape or ""))
+            return SharedMemory.open(name, layout, deadline=deadline, role=Role.DAEMON)
+        memory = SharedMemory.attach(name, identity=request.identity, deadline=deadline)
     except SharedMemoryError as error:
         raise Refused(409, ErrorKind.CONFLICT, str(error)) from error
     except CapacityError as error:

@@ -15,9 +15,8 @@ from ..backends.base import GetOutcome, SetOutcome
 from ..histogram import BOUNDS_S, Histogram
 from ..metrics.spec import MetricSpec, SnapshotCollector, Table, Values
 from ..metrics.stores import STORE_METRICS, copy_metrics, with_zeros
-from .calls import LIMITS
 from .gate import OPERATIONS
-from .statistics import NamespaceStatistics, NodeState, NodeStatistics
+from .statistics import LIMITS, NamespaceStatistics, NodeState, NodeStatistics
 
 # Answers by the first digit of their status; /v1 has no other ones.
 _STATUSES = ("2xx", "4xx", "5xx")
@@ -113,7 +112,6 @@ NAMESPACE_METRICS: tuple[MetricSpec[NamespaceStatistics], ...] = (
 
 
 def daemon_collector(statistics: Callable[[], NodeStatistics]) -> Collector:
-    """Return the collector of a daemon."""
     return SnapshotCollector(
         statistics,
         Table(DAEMON_METRICS, lambda n: [((), n)]),

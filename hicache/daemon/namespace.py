@@ -4,7 +4,7 @@ A call runs on a thread of its namespace, so that a store that hangs blocks only
 wait for a thread in order of arrival; their deadline starts with the arrival. Threads start when there is work for
 them, and end when they are idle.
 
-Locking design: `_lock` guards `_in_flight`, `_is_closed` and `last_use_s`; the lock of the node guards `_engines` and
+Locking design: `_lock` guards `in_flight`, `_is_closed` and `last_use_s`; the lock of the node guards `_engines` and
 `is_retired`. The verbs run on the namespace's own threads.
 """
 
@@ -23,7 +23,7 @@ from ..clock import SYSTEM_CLOCK, Clock
 from ..frame import FrameCodec
 from ..supervised import SupervisedPool
 from .pool import PoolSpace
-from .refusal import Refused
+from .protocol import Refused
 from .sharing import SharedStore
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ class ServedNamespace:
         self._clock = clock
         self.last_use_s = clock()
         self._lock = threading.Lock()
-        self._in_flight = 0
+        self.in_flight = 0  # calls that run or wait for a thread
         self.is_retired = False  # its store is closed until an engine uses it again
         self._is_closed = False
         self._engines: set[str] = set()
@@ -61,7 +61,6 @@ class ServedNamespace:
 
     @property
     def has_engines(self) -> bool:
-        """True if an engine uses this namespace."""
         return bool(self._engines)
 
     def use(self, engine: str) -> bool:
@@ -75,11 +74,6 @@ class ServedNamespace:
         if engine:
             self._engines.discard(engine)
 
-    @property
-    def in_flight(self) -> int:
-        """Calls that run or wait for a thread."""
-        return self._in_flight
-
     def submit(self, call: Callable[[], T], in_flight_max: int) -> asyncio.Future[T]:
         """Run `call` on a thread of this namespace. Does not wait. Raises Refused: 503 if too many calls wait, 404 if
         it was closed, so that the client opens it again. REQUIRES: a running event loop."""
@@ -88,12 +82,12 @@ class ServedNamespace:
         with self._lock:
             if self._is_closed:
                 raise not_open()
-            if self._in_flight >= in_flight_max:
+            if self.in_flight >= in_flight_max:
                 raise Refused(503, ErrorKind.BUSY, "namespace: too many requests wait for its store; try again", 1)
             self._threads.submit(job)
             if not self._threads.alive and self._threads.withdraw(job):
                 raise Refused(503, ErrorKind.NO_THREAD, "namespace: no thread can be started; try again", 1)
-            self._in_flight += 1
+            self.in_flight += 1
             self.last_use_s = self._clock()
         future.add_done_callback(self._done)
         return asyncio.wrap_future(future)
@@ -107,7 +101,7 @@ class ServedNamespace:
 
     def _done(self, _: Future[T]) -> None:
         with self._lock:
-            self._in_flight -= 1
+            self.in_flight -= 1
 
 
 def _run(future: Future[T], context: contextvars.Context, call: Callable[[], T]) -> None:

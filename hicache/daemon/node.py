@@ -16,7 +16,6 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TypeVar, cast
 
 from ..arguments import model_label
@@ -25,7 +24,6 @@ from ..backends.compose import copies_of
 from ..backends.errors import ErrorKind
 from ..backends.opening import StorageOpener
 from ..backends.registry import check_backend
-from ..backends.storage import Storage
 from ..clock import SYSTEM_CLOCK, Clock
 from ..config import HiCacheConfig
 from ..config.daemon import DaemonConfig
@@ -34,13 +32,12 @@ from ..frame import FrameCodec
 from ..host_memory import RESERVE_BYTES, host_memory, resolve, shortage
 from ..units import format_size
 from .attachment import Attachment
-from .calls import CallCounters
 from .memory import Memories
 from .namespace import ServedNamespace, not_open
 from .pool import DaemonPool
-from .refusal import Refused
+from .protocol import OpenNamespace, Refused
 from .sharing import SharedStore
-from .statistics import NamespaceStatistics, NodeState, NodeStatistics
+from .statistics import CallCounters, NamespaceStatistics, NodeState, NodeStatistics
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -50,17 +47,6 @@ T = TypeVar("T")
 _IDLE_STORES_MAX = 8
 # A namespace may have this part of all requests, so that a slow store leaves most of them to others.
 _SHARES = 4
-
-
-@dataclass(frozen=True, slots=True)
-class NamespaceRequest:
-    """An engine's description of its namespace, without the digest. `engine` names the engine until it releases the
-    namespace; empty for one that does not release."""
-
-    payload_bytes: int
-    weights_epoch: int
-    label: str
-    engine: str = ""
 
 
 def pool_bytes_of(section: DaemonConfig) -> int:
@@ -108,9 +94,10 @@ class Node:
         self._namespaces: dict[str, ServedNamespace] = {}
         self._busy: set[str] = set()
 
-    def open(self, digest: str, request: NamespaceRequest, deadline: float) -> ServedNamespace:
+    def open(self, digest: str, request: OpenNamespace, deadline: float, engine: str = "") -> ServedNamespace:
         """Return the namespace; open it if necessary. Blocks until the first attempt to open its store has ended, at
-        most for half of the caller's time: the rest is for the answer. Raises Refused."""
+        most for half of the caller's time: the rest is for the answer. `engine` names an engine that will release the
+        namespace. Raises Refused."""
         with self._turn(digest, deadline):
             found = self._namespaces.get(digest)
             if found is not None:
@@ -118,13 +105,13 @@ class Node:
                     detail = f"namespace: is open with pages of {found.wire.payload_bytes} bytes; end its engines first"
                     raise Refused(409, ErrorKind.CONFLICT, detail)
                 with self._changed:
-                    is_closed = found.use(request.engine)
+                    is_closed = found.use(engine)
                 if is_closed:
                     self.storage.changed(found)
                 self._wait_for_store(found, deadline)
                 return found
             self._make_room(deadline)
-            made = self._open(bytes.fromhex(digest), request)
+            made = self._open(bytes.fromhex(digest), request, engine)
             self._wait_for_store(made, deadline)  # other calls for it wait, too
             with self._changed:
                 self._namespaces[digest] = made
@@ -168,7 +155,7 @@ class Node:
         def call() -> tuple[T, list[str]]:
             errors: list[str] = []
             answer = verb(errors=errors)
-            if errors and _bears_failures(namespace.store):
+            if errors and len(namespace.store.stores) > 1 and namespace.store.may_pass(Direction.READ):
                 return _as_misses(answer), []
             return answer, errors
 
@@ -182,18 +169,11 @@ class Node:
         """Return a snapshot. Does not call guarded stores; blocks for moments."""
         calls = self.calls
         return NodeStatistics(
-            instance=self.instance,
-            state=self.state,
-            uptime_s=self.clock() - self._began_s,
-            pool=self.pool.statistics(),
-            namespaces=tuple(map(self._statistics, self.namespaces())),
-            clients=self.memories.statistics(),
-            connections=dict(calls.connections),
-            connections_max=self.config.daemon.connections_max,
-            requests=calls.requests(),
-            refused=calls.refused(),
-            latency=calls.latency(),
-            in_flight_requests=calls.in_flight,
+            instance=self.instance, state=self.state, uptime_s=self.clock() - self._began_s,
+            pool=self.pool.statistics(), namespaces=tuple(map(self._statistics, self.namespaces())),
+            clients=self.memories.statistics(), connections=dict(calls.connections),
+            connections_max=self.config.daemon.connections_max, requests=dict(calls.requests),
+            refused=dict(calls.refused), latency=calls.latency(), in_flight_requests=calls.in_flight,
             hot=self.pool.hot(),
         )
 
@@ -224,7 +204,7 @@ class Node:
         for namespace in closing:
             self._close(namespace)
 
-    def _open(self, digest: bytes, request: NamespaceRequest) -> ServedNamespace:
+    def _open(self, digest: bytes, request: OpenNamespace, engine: str) -> ServedNamespace:
         epoch, label = request.weights_epoch, model_label(request.label)
         try:
             codec = self.storage.opener.codec(digest, request.payload_bytes, weights_epoch=epoch, label=label)
@@ -241,7 +221,7 @@ class Node:
         made = ServedNamespace(
             wire, store, space, weights_epoch=epoch, label=label, threads=self.config.daemon.threads, clock=self.clock
         )
-        made.use(request.engine)
+        made.use(engine)
         self.storage.joined(made)
         return made
 
@@ -252,14 +232,9 @@ class Node:
     def _statistics(self, namespace: ServedNamespace) -> NamespaceStatistics:
         store = namespace.store
         return NamespaceStatistics(
-            namespace=namespace.digest,
-            label=namespace.label,
-            weights_epoch=namespace.weights_epoch,
-            frame_bytes=namespace.wire.frame_bytes,
-            pool_bytes=self.pool.space_bytes(namespace.space),
-            quota_bytes=namespace.space.quota_bytes,
-            sharing=store.sharing(),
-            backend=store.statistics(),
+            namespace=namespace.digest, label=namespace.label, weights_epoch=namespace.weights_epoch,
+            frame_bytes=namespace.wire.frame_bytes, pool_bytes=self.pool.space_bytes(namespace.space),
+            quota_bytes=namespace.space.quota_bytes, sharing=store.sharing(), backend=store.statistics(),
             stores=store.slot.leaves(),
             copies={name: copies for one in store.slot.open_backends() for name, copies in copies_of(one).items()},
             opening=store.slot.waiting if store.slot.is_awaited and store.slot.waiting.attempts else None,
@@ -291,11 +266,6 @@ class Node:
             with self._changed:
                 self._busy.discard(digest)
                 self._changed.notify_all()
-
-
-def _bears_failures(store: Storage) -> bool:
-    """Return True if `store` has several guarded parts, and some of them are in use now."""
-    return len(store.stores) > 1 and store.may_pass(Direction.READ)
 
 
 def _as_misses(answer: T) -> T:

@@ -33,9 +33,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ..backends.adaptive import AdaptivePages
 from ..backends.base import Usage
-from ..backends.order import EvictionOrder
+from ..backends.order import AdaptivePages, EvictionOrder
 from ..errors import InvalidInput, InvariantError
 from ..frame import HEADER_BYTES, NO_PARENT, PageView
 from ..frame.header import PARENT
@@ -421,6 +420,14 @@ class DaemonPool:
         """Remove all pages of a namespace from the pool, pinned or not; return their number."""
         with self.deleting(space, None) as there:
             return len(there)
+
+    def drop(self, space: PoolSpace, keys: Sequence[bytes]) -> int:
+        """Remove those of these pages that are not pinned from the pool; return their number. They may come back."""
+        with self._lock:
+            pages = [page for key in dict.fromkeys(keys) if (page := space.pages.get(key)) and not page.is_pinned]
+            for page in pages:
+                self._drop(space, page)
+            return len(pages)
 
     def _give_back(self, space: PoolSpace, page: PooledPage) -> None:
         page.buffers = []

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, TypeAlias
 
+from fastapi.responses import Response
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from ..backends.base import GetOutcome, SetOutcome
 from ..backends.guard import HealthState
+from ..errors import HiCacheError
 from ..keys import PAGE_KEY_BYTES
 
 # A lookup of a million tokens in pages of 64.
@@ -84,6 +86,10 @@ class AttachMemory(_Body):
     inode: Annotated[int, Field(ge=0, lt=1 << 64)] | None = None
     shape: Digest | None = None
     timeout_s: Timeout = 30.0
+
+    @property
+    def identity(self) -> tuple[int, int] | None:
+        return None if self.device is None or self.inode is None else (self.device, self.inode)
 
 
 class MemoryAttached(BaseModel):
@@ -180,3 +186,29 @@ class ErrorAnswer(BaseModel):
 
     error: str
     detail: str
+
+
+class Refused(HiCacheError):
+    """A request is rejected; nothing was changed. The only exception that becomes a reply other than 200: an
+    ErrorAnswer with `status`.
+
+    `kind` is an ErrorKind if a store would count it. `detail` says what to do, and does not quote the request.
+    `retry_after_s` is the pause before the next try, 0 if another try does not help.
+    """
+
+    def __init__(self, status: int, kind: str, detail: str, retry_after_s: int = 0) -> None:
+        super().__init__(detail)
+        self.status = status
+        self.kind = kind
+        self.detail = detail
+        self.retry_after_s = retry_after_s
+
+    @property
+    def body(self) -> bytes:
+        return ErrorAnswer(error=self.kind, detail=self.detail).model_dump_json().encode()
+
+    def answer(self) -> Response:
+        headers = {"retry-after": str(self.retry_after_s)} if self.retry_after_s else {}
+        if self.status == 401:
+            headers["www-authenticate"] = "Bearer"
+        return Response(self.body, self.status, headers, "application/json")

@@ -60,7 +60,13 @@ def open_tls(config: TlsConfig) -> Rotated[ssl.SSLContext] | None:
 def _server_context(config: TlsConfig) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
-    _load_certificate(context, config)
+    assert config.certificate is not None and config.key is not None  # checked by the section
+    require_readable(config.certificate, "daemon.tls.certificate")
+    read_private_file(config.key, "daemon.tls.key", _KEY_BYTES_MAX)
+    try:
+        context.load_cert_chain(config.certificate, config.key, password=no_password)
+    except (OSError, ssl.SSLError) as error:
+        raise ConfigError("daemon.tls: certificate and key are not a matching PEM pair without a password") from error
     if config.client_ca is not None:
         require_readable(config.client_ca, "daemon.tls.client_ca")
         try:
@@ -85,13 +91,3 @@ class _Handshake(ssl.SSLObject):
             if isinstance(error, ssl.SSLCertVerificationError) or error.reason == _NO_CERTIFICATE:
                 raise ssl.SSLWantReadError from error
             raise
-
-
-def _load_certificate(context: ssl.SSLContext, config: TlsConfig) -> None:
-    assert config.certificate is not None and config.key is not None  # checked by the section
-    require_readable(config.certificate, "daemon.tls.certificate")
-    read_private_file(config.key, "daemon.tls.key", _KEY_BYTES_MAX)
-    try:
-        context.load_cert_chain(config.certificate, config.key, password=no_password)
-    except (OSError, ssl.SSLError) as error:
-        raise ConfigError("daemon.tls: certificate and key are not a matching PEM pair without a password") from error

@@ -41,7 +41,6 @@ from ..errors import ConfigError
 from ..shared_memory import remove_dead
 from ..units import format_size
 from .app import create_app
-from .calls import LIMITS
 from .connection import Connection, Listener, Shared
 from .gate import Gate
 from .history import SAMPLE_S, FaultKind, History
@@ -51,7 +50,7 @@ from .protocol import KEYS_MAX
 from .reload import apply
 from .security import Tokens, open_tls, open_tokens
 from .staging import Staging
-from .statistics import NodeState
+from .statistics import LIMITS, NodeState
 
 logger = logging.getLogger(__name__)
 
@@ -101,15 +100,11 @@ class Server:
         staging = Staging(config.staging, node.clock)
         app = create_app(node, staging, self._history, AdminAccess(lambda: self._tokens.value.admin))
         gate = Gate(app, node, lambda: self._tokens.value.data)
-        self._shared = Shared(
-            config,
-            uvicorn.Config(gate, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
-                           server_header=False, date_header=False),
-            self._state,
-            node.calls,
-            ThreadPoolExecutor(config.connections_max, thread_name_prefix="hicache-body"),
-            staging.piece_max() + KEYS_MAX * 32,
-        )
+        http = uvicorn.Config(gate, http="httptools", ws="none", lifespan="off", log_config=None, access_log=False,
+                              server_header=False, date_header=False)
+        threads = ThreadPoolExecutor(config.connections_max, thread_name_prefix="hicache-body")
+        bytes_max = staging.piece_max() + KEYS_MAX * 32
+        self._shared = Shared(config, http, self._state, node.calls, threads, bytes_max)
         self._shared.uvicorn.load()
 
     async def run(self) -> None:
@@ -139,14 +134,14 @@ class Server:
             self._node.state = NodeState.READY
             where = ", ".join(map(_name, self._listeners))
             logger.info("daemon: serving at %s (%s)", where, _described(self._node))
-            self._manager.ready()
+            self._manager.notify("READY=1")
             saving = asyncio.create_task(file.keep(self._draining))
             try:
                 await self._until_stopped()
             finally:  # also after an error: the lock is released only after the last access to engines' memory
                 if not self._stopping.is_set():
                     logger.critical("daemon: stopping after an unexpected error", exc_info=True)
-                self._manager.stopping()
+                self._manager.notify("STOPPING=1")
                 self._node.state = NodeState.DRAINING
                 logger.info("daemon: draining for at most %s s", self._shared.config.drain_timeout)
                 for listener in self._listeners:
@@ -157,7 +152,7 @@ class Server:
 
     def _dropped(self) -> Counter[str]:
         """Return the work that limits have dropped, for the log. Not on the event loop's thread."""
-        found = Counter(self._node.calls.refused())
+        found = Counter(self._node.calls.refused)
         for one in self._node.statistics().namespaces:
             found.update(dropped_by_stores(one.stores, one.copies))
         return found
@@ -190,7 +185,7 @@ class Server:
 
     async def _reload(self) -> None:
         """Apply a changed configuration. A rejected one changes nothing."""
-        self._manager.reloading()
+        self._manager.notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
         try:
             self._tokens, self._tls, now, later = await asyncio.to_thread(self._read_again)
         except ConfigError as error:
@@ -200,7 +195,7 @@ class Server:
             logger.info("daemon: reloaded; changed: %s", ", ".join(now) or "no entry")
             if later:
                 logger.warning("daemon: restart it to change: %s", ", ".join(later))
-        self._manager.ready()
+        self._manager.notify("READY=1")
 
     def _read_again(self) -> tuple[Rotated[Tokens], Rotated[ssl.SSLContext] | None, list[str], list[str]]:
         """Read the configuration and its secrets, and apply it to the node. Blocks. Raises ConfigError."""
@@ -216,7 +211,7 @@ class Server:
             done = set[asyncio.Task[object]]()
             while not done:
                 if watchdog_s:
-                    self._manager.alive()
+                    self._manager.notify("WATCHDOG=1")
                 done, _ = await asyncio.wait(tasks, timeout=watchdog_s, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
@@ -288,23 +283,8 @@ class ServiceManager:
         # Half of the watchdog's timeout.
         self.watchdog_s = int(watchdog_us) / 2e6 if watchdog_us.isdecimal() and int(watchdog_us) else None
 
-    def ready(self) -> None:
-        """Report that the daemon serves."""
-        self._send("READY=1")
-
-    def reloading(self) -> None:
-        """Report a reload of the configuration; `ready` follows."""
-        self._send(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
-
-    def stopping(self) -> None:
-        """Report that the daemon drains."""
-        self._send("STOPPING=1")
-
-    def alive(self) -> None:
-        """Report that the event loop runs."""
-        self._send("WATCHDOG=1")
-
-    def _send(self, state: str) -> None:
+    def notify(self, state: str) -> None:
+        """Report a state in the words of sd_notify(3)."""
         if not self._address:
             return
         # An error means that the service manager is being restarted; its successor keeps its records.

@@ -80,9 +80,6 @@ def _sum(found: BackendStatistics, more: BackendStatistics) -> BackendStatistics
     errors.update(more.errors)
     corrupt.update(more.corrupt)
     return replace(
-        found,
-        errors=dict(errors),
-        corrupt=dict(corrupt),
-        evicted_pages=found.evicted_pages + more.evicted_pages,
+        found, errors=dict(errors), corrupt=dict(corrupt), evicted_pages=found.evicted_pages + more.evicted_pages,
         expired_pages=found.expired_pages + more.expired_pages,
     )

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from .. import tracing
 from ..backends.base import BackendStatistics, Direction, GetOutcome, SetOutcome, Usage
 from ..backends.calls import Call, Calls, Verb, parent_outside, parents_of, runs
-from ..backends.compose.interleave import interleaved_prefix
+from ..backends.compose.levels import interleaved_prefix
 from ..backends.errors import ErrorKind, StoreError
 from ..backends.storage import Storage, StoreGroup
 from ..backends.store import Store
@@ -173,7 +173,6 @@ class SharedStore(StoreGroup):
     def _set(
         self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None
     ) -> list[SetOutcome]:
-        """See Verbs and the module's docstring."""
         with self._using() as attached, tracing.span("pool.set", pages=len(keys)):
             outcomes = _Write(self, attached, call, keys, pages, parent).run()
         self._pool.use(self._space, keys)
@@ -252,7 +251,6 @@ class _Read:
         self.counts: Counter[str] = Counter()
 
     def run(self) -> list[GetOutcome]:
-        """Make the call."""
         first: dict[bytes, int] = {}
         for position, key in enumerate(self._keys):
             first.setdefault(key, position)
@@ -398,7 +396,6 @@ class _Write:
         self._waiter: Waiter[bool] = Waiter((), store._clock)
 
     def run(self) -> list[SetOutcome]:
-        """Make the call."""
         first: dict[bytes, int] = {}
         leads: dict[int, Flight[bool]] = {}
         with self._store._lock:
@@ -446,9 +443,7 @@ class _Write:
 
     def _enter(self, position: int) -> SetOutcome | ErrorKind:
         key = self._keys[position]
-        entry = self._pool.reserve(
-            self._space, key, since=self._since, deletions=self._deletions, is_wanted=True
-        )
+        entry = self._pool.reserve(self._space, key, since=self._since, deletions=self._deletions, is_wanted=True)
         if entry is None:
             return SetOutcome.REJECTED
         if not self._store.pages.fill(entry, self._pages[position], self._parents[position]):

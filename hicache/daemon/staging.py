@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import mmap
 from collections import deque
 from collections.abc import AsyncIterator
 
@@ -18,8 +17,8 @@ from ..backends.errors import ErrorKind
 from ..clock import SYSTEM_CLOCK, Clock
 from ..errors import InvariantError
 from ..frame import FRAME_ALIGN
-from ..mapping import populate_zeroed
-from .refusal import Refused
+from ..mapping import zeroed
+from .protocol import Refused
 
 
 class Staging:
@@ -32,9 +31,7 @@ class Staging:
     def __init__(self, capacity_bytes: int, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
         self.capacity_bytes = max(FRAME_ALIGN, capacity_bytes // FRAME_ALIGN * FRAME_ALIGN)
-        memory = mmap.mmap(-1, self.capacity_bytes)
-        populate_zeroed(memory)
-        self._memory = memoryview(memory)
+        self._memory = zeroed(self.capacity_bytes)
         self._free = [(0, self.capacity_bytes)]
         self._waiting: deque[tuple[int, asyncio.Future[int]]] = deque()
 

@@ -8,6 +8,7 @@ mapping of mappings: `requests` is `{operation: {status: answers}}`. A breaker's
 from __future__ import annotations
 
 import enum
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -17,11 +18,58 @@ from ..backends.compose import CopyStatistics
 from ..backends.guard import BOUNDS_S, LatencyStatistics, StoreProblem, grouped
 from ..backends.slot import Waiting
 from ..backends.storage import StoreStatistics
+from ..histogram import Histogram
+
+# The limits that reject or end requests and connections, by their names in counters, with words for the log.
+LIMITS: Mapping[str, str] = {
+    "answer_lost": "connections were lost while they were answered",
+    "answer_timeout": "clients did not read their answer in time (daemon.client_timeout)",
+    "body_bytes": "bodies were too long",
+    "body_lost": "connections were lost before the end of a body",
+    "body_timeout": "bodies did not arrive in time (daemon.client_timeout)",
+    "connections": "connections were too many (daemon.connections_max)",
+    "draining": "requests came while the daemon was ending",
+    "head_bytes": "heads of requests were too long",
+    "head_timeout": "heads of requests did not arrive in time (daemon.client_timeout)",
+    "host": "requests named a host that is not this daemon (daemon.hosts)",
+    "idle_timeout": "connections were closed after an early answer (daemon.client_timeout)",
+    "peer": "connections came from another user's processes",
+    "pipelining": "clients did not wait for their answer",
+    "requests": "requests were too many at once (daemon.connections_max)",
+    "token": "requests came without the token",
+}
+
+
+class CallCounters:
+    """The counters of requests: totals since the start, and the current requests and connections.
+
+    Only the event loop's thread counts. Any thread may take a snapshot: copying a dictionary or a list is one operation
+    in CPython.
+    """
+
+    def __init__(self) -> None:
+        self.connections = {"unix": 0, "tcp": 0}
+        self.in_flight = 0
+        self.requests: Counter[tuple[str, int]] = Counter()  # answers by operation and status
+        self.refused: Counter[str] = Counter()  # by limit
+        self._took: dict[str, Histogram] = {}
+
+    def answered(self, operation: str, status: int, took_s: float) -> None:
+        """Count an answer. `operation` is one of a few names, never a client's text."""
+        self.requests[operation, status] += 1
+        if operation not in self._took:
+            self._took = {**self._took, operation: Histogram(BOUNDS_S)}
+        self._took[operation].add(took_s)
+
+    def refuse(self, limit: str) -> None:
+        """Count a request or connection that a limit has rejected."""
+        self.refused[limit] += 1
+
+    def latency(self) -> dict[str, LatencyStatistics]:
+        return {name: histogram.latency() for name, histogram in self._took.items()}
 
 
 class NodeState(enum.StrEnum):
-    """The state of a daemon."""
-
     STARTING = "starting"
     READY = "ready"
     DRAINING = "draining"
@@ -135,18 +183,14 @@ def _plain(value: Any) -> Any:
     if is_dataclass(value):
         return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, Mapping):
-        return _mapping(value)
+        plain: dict[str, Any] = {}
+        for key, one in value.items():
+            if isinstance(key, tuple):
+                first, second = key
+                plain.setdefault(str(first), {})[str(second)] = _plain(one)
+            else:
+                plain[str(key)] = _plain(one)
+        return plain
     if isinstance(value, Sequence):
         return [_plain(item) for item in value]
     raise TypeError(f"a snapshot cannot hold a {type(value).__name__}")
-
-
-def _mapping(values: Mapping[Any, Any]) -> dict[str, Any]:
-    plain: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(key, tuple):
-            first, second = key
-            plain.setdefault(str(first), {})[str(second)] = _plain(value)
-        else:
-            plain[str(key)] = _plain(value)
-    return plain

@@ -5,13 +5,12 @@ Locking design: `UnitMemory` belongs to its pool, which locks it. Copies run wit
 
 from __future__ import annotations
 
-import mmap
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
 
-from ..mapping import populate_zeroed
+from ..mapping import zeroed
 
 # Consecutive units: (first unit, number of units).
 Extent: TypeAlias = tuple[int, int]
@@ -32,7 +31,7 @@ class UnitMemory:
         self.units = units
         self.unit_bytes = unit_bytes
         self.free = 0
-        self._memory = _touched(units * unit_bytes)
+        self._memory = zeroed(units * unit_bytes)
         self._lengths: dict[int, int] = {}
         self._starts: dict[int, int] = {}
         if units:
@@ -53,7 +52,6 @@ class UnitMemory:
         return found
 
     def give(self, extents: Sequence[Extent]) -> None:
-        """Free units."""
         for first, count in extents:
             self.free += count
             start, end = first, first + count
@@ -81,14 +79,6 @@ class UnitMemory:
     def extents(self) -> list[Extent]:
         """Return the free extents, for tests of the invariant."""
         return list(self._lengths.items())
-
-
-def _touched(size: int) -> memoryview:
-    if not size:
-        return memoryview(b"")
-    memory = mmap.mmap(-1, size)
-    populate_zeroed(memory)
-    return memoryview(memory)
 
 
 def copy_buffers(sources: Sequence[memoryview], targets: Sequence[memoryview]) -> None:

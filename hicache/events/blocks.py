@@ -47,7 +47,6 @@ class BlocksStored(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Return the approximate size in memory."""
         return EVENT_OVERHEAD_BYTES + len(self.tokens) + 2 * PAGE_KEY_BYTES * (len(self.hashes) + len(self.keys))
 
 
@@ -60,7 +59,6 @@ class BlocksRemoved(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Return the approximate size in memory."""
         return EVENT_OVERHEAD_BYTES + 2 * PAGE_KEY_BYTES * (len(self.hashes) + len(self.keys))
 
 
@@ -196,8 +194,7 @@ def _continues(before: BlocksStored, part: BlocksStored) -> bool:
 
 def _joined(run: list[BlocksStored]) -> BlocksStored:
     return run[0]._replace(
-        hashes=tuple(block for part in run for block in part.hashes),
-        tokens=b"".join(part.tokens for part in run),
+        hashes=tuple(block for part in run for block in part.hashes), tokens=b"".join(part.tokens for part in run),
         extra_keys=tuple(keys for part in run for keys in part.extra_keys),
         keys=tuple(key for part in run for key in part.keys),
     )

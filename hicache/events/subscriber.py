@@ -54,15 +54,8 @@ class EventFollower:
     """
 
     def __init__(
-        self,
-        endpoint: str,
-        replay_endpoint: str,
-        *,
-        topic: str = "kv-events",
-        curve: ClientCurve | None = None,
-        replay_timeout_s: float = 5.0,
-        replay_interval_s: float = 5.0,
-        clock: Clock = SYSTEM_CLOCK,
+        self, endpoint: str, replay_endpoint: str, *, topic: str = "kv-events", curve: ClientCurve | None = None,
+        replay_timeout_s: float = 5.0, replay_interval_s: float = 5.0, clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._clock = clock
         self.index = PrefixIndex()
@@ -100,7 +93,6 @@ class EventFollower:
         return self._batches - before
 
     def statistics(self) -> FollowerStatistics:
-        """Return the counters since the start."""
         return FollowerStatistics(self._batches, self._replays, self._losses, self._refused)
 
     def close(self) -> None:

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeAlias
 
 from ..keys import PAGE_KEY_BYTES, PageChain, split_keys
 
-# The size of an event without its tokens and keys: the tuple, its dictionary entry and the object headers.
+# `size_bytes` of an event is its approximate size in memory. Without tokens and keys it is this: the tuple, its
+# dictionary entry and the object headers.
 EVENT_OVERHEAD_BYTES = 256
 # A page key as a separate object, with the reference to it.
 _KEY_OBJECT_BYTES = PAGE_KEY_BYTES + 41
@@ -83,7 +84,6 @@ class PageBlocks(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Return the approximate size in memory."""
         return EVENT_OVERHEAD_BYTES + len(self.hashes) + len(self.tokens)
 
 
@@ -118,7 +118,6 @@ class Stored(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Return the approximate size in memory."""
         return EVENT_OVERHEAD_BYTES + len(self.tokens) + _KEY_OBJECT_BYTES * len(self.keys) + _blocks_bytes(self.blocks)
 
     def part(self, begin: int, end: int) -> Stored:
@@ -138,7 +137,6 @@ class Removed(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """Return the approximate size in memory."""
         return EVENT_OVERHEAD_BYTES + _KEY_OBJECT_BYTES * len(self.keys)
 
 
@@ -146,10 +144,7 @@ class Removed(NamedTuple):
 class Cleared:
     """All pages were removed from every medium, or their state is unknown."""
 
-    @property
-    def size_bytes(self) -> int:
-        """Return the approximate size in memory."""
-        return EVENT_OVERHEAD_BYTES
+    size_bytes: ClassVar[int] = EVENT_OVERHEAD_BYTES
 
 
 Event: TypeAlias = Stored | Removed | Cleared
@@ -179,7 +174,6 @@ class StoredRun(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """As in `Stored`."""
         return EVENT_OVERHEAD_BYTES + len(self.tokens) + _KEY_OBJECT_BYTES * self.pages + _blocks_bytes(self.blocks)
 
 
@@ -196,7 +190,6 @@ class RemovedRun(NamedTuple):
 
     @property
     def size_bytes(self) -> int:
-        """As in `Removed`."""
         return EVENT_OVERHEAD_BYTES + _KEY_OBJECT_BYTES * self.pages
 
 

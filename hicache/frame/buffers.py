@@ -45,10 +45,7 @@ class PageView:
 
     def gather(self, frame: memoryview) -> None:
         """Copy header and payload to the start of `frame`. REQUIRES: `frame` has at least `nbytes` bytes."""
-        start = 0
-        for part in (self.header, *self.parts):
-            frame[start : start + part.nbytes] = part
-            start += part.nbytes
+        join((self.header, *self.parts), frame)
 
     def scatter(self, frame: memoryview) -> None:
         """Fill header and payload from the start of `frame`. REQUIRES: `frame` has at least `nbytes` bytes."""
@@ -120,14 +117,10 @@ class BufferPool:
         try:
             buffer = self._idle.pop()
         except IndexError:
-            buffer = _aligned(self._buffer_bytes)
+            memory = np.empty(self._buffer_bytes + FRAME_ALIGN, dtype=np.uint8)
+            start = -memory.ctypes.data % FRAME_ALIGN
+            buffer = memory[start : start + self._buffer_bytes]
         # A separate array over the same memory. The view keeps it alive, and its finalizer returns the memory.
         lent = buffer[:]
         weakref.finalize(lent, self._idle.append, buffer).atexit = False
         return memoryview(lent.data)
-
-
-def _aligned(size: int) -> npt.NDArray[np.uint8]:
-    memory = np.empty(size + FRAME_ALIGN, dtype=np.uint8)
-    start = -memory.ctypes.data % FRAME_ALIGN
-    return memory[start : start + size]

@@ -111,17 +111,9 @@ class FrameCodec:
     """
 
     def __init__(  # noqa: PLR0913 - the formats of pages are independent of each other
-        self,
-        namespace: bytes,
-        payload_bytes: int,
-        *,
-        tag: TagKind = TagKind.XXH3_128,
-        mac_keys: Sequence[bytes] = (),
-        encryption_keys: Sequence[bytes] = (),
-        compression: Compression | None = None,
-        weights_epoch: int = 0,
-        label: str = "",
-        clock: Clock = SYSTEM_CLOCK,
+        self, namespace: bytes, payload_bytes: int, *, tag: TagKind = TagKind.XXH3_128, mac_keys: Sequence[bytes] = (),
+        encryption_keys: Sequence[bytes] = (), compression: Compression | None = None, weights_epoch: int = 0,
+        label: str = "", clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         if len(namespace) != PAGE_KEY_BYTES:
             raise InvalidInput(f"frame: the namespace digest must be {PAGE_KEY_BYTES} bytes, got {len(namespace)}")
@@ -165,34 +157,32 @@ class FrameCodec:
         REQUIRES: the payload is complete, and does not change until the encoded page has been written.
         Raises InvalidInput if the page is its own parent.
         """
-        if parent == key:
-            raise InvalidInput(f"frame: the page {key.hex()} is its own parent; pass the key of the page before it")
-        plain = self._fixed(Encoding(0), key, parent, self.payload_bytes)
-        if not self._encrypts and frame[:8] == MAGIC and frame[FIXED] == plain:
-            return frame
-        stored_at, encoding = self._time_of(key, frame), Encoding(0)
-        body = frame[HEADER_BYTES : HEADER_BYTES + self.payload_bytes]
-        if self._compression is not None:
-            encoding, body = self._shortened(body, self._compression)
-        if not encoding and not self._encrypts:
-            self._write_header(frame, plain + stored_at, [frame[COVERED_FROM : HEADER_BYTES + self.payload_bytes]])
-            return frame
-        return self._transformed(body, self._fixed(encoding, key, parent, len(body)) + stored_at)
+        return self.seal_buffers(key, frame, parent=parent)[0]
 
     def seal_buffers(self, key: bytes, page: PageBuffer, *, parent: bytes | None = None) -> list[memoryview]:
         """Return the buffers of the encoded page, in order. Like `seal`, but also for pages in parts. Only a codec that
         compresses or encrypts copies these; otherwise only their header is written to."""
-        if not isinstance(page, PageView):
-            return [self.seal(key, page, parent=parent)]
-        if self.transforms:
-            return [self.seal(key, self._joined(page), parent=parent)]
         if parent == key:
             raise InvalidInput(f"frame: the page {key.hex()} is its own parent; pass the key of the page before it")
         plain = self._fixed(Encoding(0), key, parent, self.payload_bytes)
-        if page.header[:8] != MAGIC or page.header[FIXED] != plain:
-            fields = plain + self._time_of(key, page)
-            self._write_header(page.header, fields, [page.header[COVERED_FROM:], *page.parts])
-        return [page.header, *page.parts, self._zeros]
+        if isinstance(page, PageView):
+            if not self.transforms:
+                if page.header[:8] != MAGIC or page.header[FIXED] != plain:
+                    fields = plain + self._time_of(key, page)
+                    self._write_header(page.header, fields, [page.header[COVERED_FROM:], *page.parts])
+                return [page.header, *page.parts, self._zeros]
+            page, parts = self._buffers.take(), page
+            self.gather(parts, page)
+        if not self._encrypts and page[:8] == MAGIC and page[FIXED] == plain:
+            return [page]
+        stored_at, encoding = self._time_of(key, page), Encoding(0)
+        body = page[HEADER_BYTES : HEADER_BYTES + self.payload_bytes]
+        if self._compression is not None:
+            encoding, body = self._shortened(body, self._compression)
+        if not encoding and not self._encrypts:
+            self._write_header(page, plain + stored_at, [page[COVERED_FROM : HEADER_BYTES + self.payload_bytes]])
+            return [page]
+        return [self._transformed(body, self._fixed(encoding, key, parent, len(body)) + stored_at)]
 
     def buffers(self, page: PageBuffer) -> list[memoryview]:
         """Return the buffers to read an encoded page into, in order; `frame_bytes` together. See `first_bytes`."""
@@ -215,12 +205,6 @@ class FrameCodec:
         """Return a frame with arbitrary content, as a temporary buffer for `PageView.gather` or `scatter`. It belongs
         to the borrower until all views of it are deleted."""
         return self._buffers.take()
-
-    def _joined(self, page: PageView) -> memoryview:
-        """Return a copy of a page in one frame."""
-        frame = self._buffers.take()
-        self.gather(page, frame)
-        return frame
 
     def _fixed(self, encoding: Encoding, key: bytes, parent: bytes | None, stored_bytes: int) -> bytes:
         start = pack_start(self.tag_kind, encoding, self._key_id, self.payload_bytes)
@@ -277,11 +261,8 @@ class FrameCodec:
 
     def is_tagged(self, frame: memoryview) -> bool:
         """True if a plain frame claims to have a tag of this codec's kind, which `check` can verify."""
-        return (
-            self.tag_kind is not TagKind.NONE
-            and frame[:8] == MAGIC
-            and frame[VERSION_AND_KIND] == self._version_and_kind
-        )
+        is_ours = frame[:8] == MAGIC and frame[VERSION_AND_KIND] == self._version_and_kind
+        return is_ours and self.tag_kind is not TagKind.NONE
 
     def ensure_tag(self, key: bytes, frame: memoryview, parent: bytes | None = None) -> None:
         """Seal a plain frame in place unless it claims to be the page `key` with a tag. A frame that claims that
@@ -323,13 +304,21 @@ class FrameCodec:
         tag: the next `seal` makes one. `arrived`, if any, is a result of `stream` to which exactly these bytes were
         added. REQUIRES: no other thread uses `page` during the call.
         """
-        if isinstance(page, PageView):
-            return self._accept_parts(key, page, stored_bytes, arrived)
-        frame = page
-        header = bytes(frame[:HEADER_BYTES])
+        header = bytes(header_of(page))
         damage = self._refusal(header, key, stored_bytes)
         if damage is not None:
             return damage
+        if isinstance(page, PageView):
+            if not self._encrypts and not header[ENCODING]:
+                is_proved = self._is_proved(header, [page.header[COVERED_FROM:], *page.parts], arrived)
+                return None if is_proved else Damage.TAG
+            frame = self._buffers.take()
+            page.gather(frame)
+            damage = self.accept(key, frame, stored_bytes, arrived)
+            if damage is None:
+                page.scatter(frame)
+            return damage
+        frame = page
         body = frame[HEADER_BYTES : HEADER_BYTES + int.from_bytes(header[STORED], "little")]
         encoding = header[ENCODING]
         if not self._encrypts:
@@ -337,7 +326,8 @@ class FrameCodec:
                 return Damage.TAG
             if not encoding:
                 return None
-            body = self._copied(body)
+            packed, body = body, self._buffers.take()[: len(body)]
+            body[:] = packed
         else:
             target = self._buffers.take()[: len(body)] if encoding else body
             if not self._decrypt(header, body, target):
@@ -348,28 +338,6 @@ class FrameCodec:
             return Damage.COMPRESSION
         frame[:HEADER_BYTES] = self._proved_header(header, key)
         return None
-
-    def _accept_parts(
-        self, key: bytes, page: PageView, stored_bytes: int, arrived: TagStream | None
-    ) -> Damage | None:
-        header = bytes(page.header)
-        damage = self._refusal(header, key, stored_bytes)
-        if damage is not None:
-            return damage
-        if not self._encrypts and not header[ENCODING]:
-            is_proved = self._is_proved(header, [page.header[COVERED_FROM:], *page.parts], arrived)
-            return None if is_proved else Damage.TAG
-        frame = self._buffers.take()
-        page.gather(frame)
-        damage = self.accept(key, frame, stored_bytes, arrived)
-        if damage is None:
-            page.scatter(frame)
-        return damage
-
-    def _copied(self, body: memoryview) -> memoryview:
-        copy = self._buffers.take()[: len(body)]
-        copy[:] = body
-        return copy
 
     def _expand(self, encoding: Encoding, body: memoryview, payload: memoryview) -> bool:
         if not encoding & Encoding.BYTE_PLANES:
@@ -481,13 +449,12 @@ def _tag_and_keys(
     """Return the kind of tag, and its keys by their ids."""
     if mac_keys and encryption_keys:
         raise InvalidInput("frame: pass MAC keys or encryption keys, not both; encryption also authenticates the page")
-    if encryption_keys:
-        return TagKind.AES_256_GCM, dict(key_table(TagKind.AES_256_GCM, encryption_keys))
-    if mac_keys:
-        return TagKind.AES_256_GMAC, dict(key_table(TagKind.AES_256_GMAC, mac_keys))
-    if tag in (TagKind.AES_256_GMAC, TagKind.AES_256_GCM):
+    keys = encryption_keys or mac_keys
+    if keys:
+        tag = TagKind.AES_256_GCM if encryption_keys else TagKind.AES_256_GMAC
+    elif tag in (TagKind.AES_256_GMAC, TagKind.AES_256_GCM):
         raise InvalidInput(f"frame: {tag.name} needs a key")
-    return tag, {}
+    return tag, dict(key_table(tag, keys))
 
 
 def unseal(frame: memoryview) -> None:

@@ -1,9 +1,10 @@
-"""The configuration of a cache in an engine: a file named in the engine's flags."""
+"""The configuration of a cache in an engine, a file named in the engine's flags; the hints of vLLM's requests."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from typing import Any, Protocol
 
 from ..arguments import instance
 from ..config import HiCacheConfig, load_config
@@ -67,3 +68,21 @@ def model_identity(where: str, extra: Mapping[str, object] | None, model: str, c
         f"{where}: the weights of {model!r} cannot be identified without a folder or a commit; set the option 'model' "
         "to a name that changes whenever the weights do"
     )
+
+
+class HintedRequest(Protocol):
+    """The parts of vLLM's requests that may have hints."""
+
+    @property
+    def kv_hints(self) -> object:
+        """Of the Python API."""
+
+    @property
+    def kv_transfer_params(self) -> Mapping[str, Any] | None:
+        """Of both: vLLM's HTTP server passes no `kv_hints`."""
+
+
+def hints_of(request: HintedRequest) -> object:
+    """Return the envelope of hints of a request of vLLM, or None. Dynamo names the entry `kv_hint`."""
+    params = request.kv_transfer_params or {}
+    return request.kv_hints or params.get("kv_hints") or params.get("kv_hint")

@@ -73,7 +73,6 @@ STORAGE_METRICS: tuple[MetricSpec[EngineStorageStatistics], ...] = (
 
 
 def storage_collector(statistics: Callable[[], EngineStorageStatistics]) -> Collector:
-    """Return the collector of an engine's storage."""
     return SnapshotCollector(statistics, Table(STORAGE_METRICS, lambda s: [((), s)]), store_table(lambda s: s.stores))
 
 
@@ -88,12 +87,7 @@ class EngineGate(StorageGate):
     """
 
     def __init__(
-        self,
-        config: HiCacheConfig,
-        open_backend: OpenBackend,
-        user: str,
-        *,
-        processes: int,
+        self, config: HiCacheConfig, open_backend: OpenBackend, user: str, *, processes: int,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         super().__init__(None, SupervisedPool, clock)
@@ -153,11 +147,7 @@ class EngineStorage:
     """
 
     def __init__(
-        self,
-        config: HiCacheConfig,
-        *,
-        processes: int = 1,
-        deadline_s_max: float = math.inf,
+        self, config: HiCacheConfig, *, processes: int = 1, deadline_s_max: float = math.inf,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._config = config
@@ -178,13 +168,7 @@ class EngineStorage:
         if pool in self._gates or self._closed:
             raise InvalidInput(f"engine storage: pool {pool!r} has a store already, or storage is closed; open it once")
         namespace = namespace.labelled(self._config.model_label)
-        codec = self._opener.codec(
-            namespace.digest,
-            namespace.shape.payload_bytes,
-            weights_epoch=namespace.weights_epoch,
-            label=namespace.name,
-        )
-        open_store = functools.partial(self._opener.open, codec)
+        open_store = functools.partial(self._opener.open_namespace, namespace)
         gate = EngineGate(self._config, open_store, "engine", processes=0, clock=self._clock)
         with self._state:
             self._gates[pool] = gate
@@ -203,8 +187,7 @@ class EngineStorage:
         for one in found:
             skipped.update(one.skipped)
         return EngineStorageStatistics(
-            skipped=dict(skipped),
-            open_failures=sum(one.open_failures for one in found),
+            skipped=dict(skipped), open_failures=sum(one.open_failures for one in found),
             stores=tuple(store for one in found for store in one.stores),
             copies={name: copies for one in found for name, copies in one.copies.items()},
         )
@@ -230,13 +213,8 @@ class EngineStorage:
         ])
 
     def call(
-        self,
-        gate: EngineGate,
-        direction: Direction,
-        deadline: float | None,
-        refused: Answer,
-        verb: Callable[[Storage, float], Answer],
-        is_good: Callable[[Answer], bool] = lambda answer: True,
+        self, gate: EngineGate, direction: Direction, deadline: float | None, refused: Answer,
+        verb: Callable[[Storage, float], Answer], is_good: Callable[[Answer], bool] = lambda answer: True,
     ) -> Answer:
         """Return the result of `verb`, or `refused` while storage is not used. A late or failed result starts a
         back-off of all pools. For PoolStorage."""
@@ -294,11 +272,7 @@ class PoolStorage:
         )
 
     def write(
-        self,
-        keys: Sequence[bytes],
-        pages: Sequence[PageBuffer],
-        parent: bytes | None,
-        deadline: float | None = None,
+        self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float | None = None,
     ) -> list[SetOutcome]:
         """Store pages, one outcome per key; see `batch_set`. While storage is not used, each is an ERROR."""
         return self._owner.call(

@@ -9,24 +9,20 @@ page does not have a key.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 from collections.abc import Callable
 
 import numpy as np
 
 from ..errors import InvalidInput
+from ..lazy import native
 from .token_ids import TOKEN_BYTES
 
 PAGE_KEY_BYTES = 32
 
 # The optional native helper: the keys of many pages in one call (hashlib: one call each), None if the processor lacks
 # SHA-256 instructions.
-hash_pages: Callable[[bytes, int, bytes], list[bytes] | None] | None = None
-with contextlib.suppress(ImportError, AttributeError):  # an older build may lack the function
-    from .. import _native
-
-    hash_pages = _native.hash_pages
+hash_pages: Callable[[bytes, int, bytes], list[bytes] | None] | None = native("hash_pages")
 
 
 def page_keys(tokens: bytes, page_size: int, prior: bytes = b"") -> list[bytes]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -11,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import InvalidInput
+from ..lazy import native
 
 if TYPE_CHECKING:
     import torch
@@ -24,11 +24,7 @@ _UNSIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.uint32), 8: np.dtype(np.ui
 _SIGNED: dict[int, np.dtype[Any]] = {4: np.dtype(np.int32), 8: np.dtype(np.int64)}
 
 # The optional native helper: int64 to uint32 bytes in one pass (numpy: three), None if an id is out of range.
-pack_token_ids: Callable[[npt.NDArray[Any]], bytes | None] | None = None
-with contextlib.suppress(ImportError, AttributeError):  # an older build may lack the function
-    from .. import _native
-
-    pack_token_ids = _native.pack_token_ids
+pack_token_ids: Callable[[npt.NDArray[Any]], bytes | None] | None = native("pack_token_ids")
 
 TokenInput: TypeAlias = "Sequence[int] | array.array[int] | npt.NDArray[Any] | torch.Tensor"
 

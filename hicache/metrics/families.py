@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping
 from prometheus_client.registry import Collector
 
 from ..cache.statistics import LOOKUP_OUTCOMES, RELEASE_REASONS, CacheStatistics, TierStatistics
+from ..hints import KINDS, OutcomeStatus
 from .spec import MetricSpec, SnapshotCollector, Table, Values
 from .stores import copy_metrics, store_table
 
+# Of any other action, the type is `unknown`.
+HINT_OUTCOMES = [(kind, outcome.value) for kind in (*KINDS, "unknown") for outcome in OutcomeStatus]
 # The queues with limits, and the pools of workers, of a controller. It is not imported, because it needs PyTorch, which
 # a daemon does not have.
 _BOUNDED_QUEUES = ("write", "load", "prefetch", "backup")
@@ -161,6 +164,10 @@ CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
                ("outcome",), lambda s: {found: s.lookups.get(found, 0) for found in LOOKUP_OUTCOMES},
                "failed: see worker_errors_total and backend_errors_total. unanswered: the request began first; more "
                "transfer.lookup_workers help."),
+    MetricSpec("hints_total", "Actions of hints, by what became of them; those of a request also when it ends.",
+               ("action", "outcome"), lambda s: {one: s.hints.get(one, 0) for one in HINT_OUTCOMES},
+               "rejected, clipped: a harness asks for more than hints.session_share, pin_host_share or hints.ttl_max "
+               "allow, or for unknown actions."),
     MetricSpec("copy_seconds", "Time of merged copies between device and host.", ("direction",),
                lambda s: {way: copies.seconds for way, copies in s.controller.l1_copies.items()},
                "With copy_bytes it gives the bandwidth of the bus. Absent if the engine copies.", True),

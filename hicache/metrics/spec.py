@@ -27,7 +27,7 @@ from ..keys import FORMAT_VERSION
 # `namespace` has 8 digits of the digest, as in log lines; their number in a daemon is limited.
 LABELS = frozenset({
     "tier", "backend", "direction", "reason", "outcome", "queue", "worker", "route", "verb", "state", "source",
-    "operation", "status", "listener", "namespace", "label", "weights_epoch",
+    "action", "operation", "status", "listener", "namespace", "label", "weights_epoch",
     "version", "python", "torch", "native", "page_format",
 })
 S = TypeVar("S")

@@ -3,7 +3,8 @@
 from ..policies import POLICIES, make_policy
 from .adaptive import AdaptiveEviction
 from .check import check_tree, pretty_print
-from .node import NO_HISTORY, Node, UseHistory, may_leave_device, may_leave_host, may_lose_copy
+from .hinted import HintedOrder
+from .node import NO_HISTORY, RELEASED, Node, NodeHint, UseHistory, may_leave_device, may_leave_host, may_lose_copy
 from .prefixes import PrefixTree, TreeObserver
 from .results import EvictionChoice, Inserted, Match, Peek
 from .tree import CUT_PAGES_MIN, RUN_PAGES_MAX, RadixTree
@@ -12,12 +13,15 @@ __all__ = [
     "CUT_PAGES_MIN",
     "NO_HISTORY",
     "POLICIES",
+    "RELEASED",
     "RUN_PAGES_MAX",
     "AdaptiveEviction",
     "EvictionChoice",
+    "HintedOrder",
     "Inserted",
     "Match",
     "Node",
+    "NodeHint",
     "Peek",
     "PrefixTree",
     "RadixTree",

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..errors import InvariantError
 from ..keys import PAGE_KEY_BYTES
-from ..types import PageIds
+from ..types import NO_PAGES
 from .node import NO_CHILDREN, Node, may_leave_device, may_leave_host, may_lose_copy
 from .tree import RadixTree
 
@@ -16,50 +16,39 @@ PRETTY_NODES_MAX = 1000
 
 def check_tree(tree: RadixTree) -> None:
     """Check all invariants of `RadixTree` and `PrefixTree`. Raises InvariantError if one does not hold."""
-    device_runs: list[PageIds] = []
-    host_runs: list[PageIds] = []
-    evictable = protected = nodes = host_evictable = copies = pinned = 0
     entries = (tree.queues.device.nodes(), tree.queues.host.nodes(), tree.queues.copies.nodes())
     queues = [[node.id for node in queue] for queue in entries]
     queued = [set(ids) for ids in queues]
     _require(list(map(len, queues)) == list(map(len, queued)), "a node has two valid entries in one eviction queue")
     _require(not NO_CHILDREN, "the shared empty children dictionary has entries")
-    stack = tree.roots()
-    while stack:
-        node = stack.pop()
-        stack.extend(node.children.values())
+    nodes = list(tree.nodes())
+    for node in (*tree.roots(), *nodes):
         _check_children(tree, node)
-        if node.parent is None:
-            continue
-        nodes += 1
-        pinned += tree.pages(node) if node.pin_ref else 0
+    for node in nodes:
         _check_node(tree, node)
         _check_queues(node, *queued)
-        if node.device is not None:
-            device_runs.append(node.device)
-            protected += len(node.device) if node.lock_ref else 0
-            evictable += 0 if node.lock_ref else len(node.device)
-        if node.host is not None:
-            host_runs.append(node.host)
-            copies += 0 if node.device is None else len(node.host)
-            if not node.host_ref and (node.device is not None or not node.lock_ref):
-                host_evictable += len(node.host)
     for key, node in tree.stored.ends().items():
         indexed = node.stored and node.page_keys is not None and node.page_keys.endswith(key)
         _require(indexed, "{!r} is indexed as stored under a key that is not its last", node)
         there = node.parent is not None and node.parent.children.get(node.key[: tree.page_bytes]) is node
         _require(there, "{!r} is indexed as stored but is not in the tree", node)
-    _require(nodes == tree.node_count, "{} nodes, but {} are counted", nodes, tree.node_count)
-    _require(evictable == tree.device_evictable_pages, "device_evictable_pages is not the sum over the nodes")
-    _require(protected == tree.device_protected_pages, "device_protected_pages is not the sum over the nodes")
-    _require(pinned == tree.pinned_pages, "pinned_pages is not the sum over the nodes")
-    _require(host_evictable == tree.host_evictable_pages, "host_evictable_pages is not the sum over the nodes")
-    _require(copies == tree.host_copy_pages, "host_copy_pages is not the sum over the nodes")
-    _require(sum(map(len, host_runs)) == tree.host_pages, "host_pages is not the sum over the nodes")
-    for runs, tier in ((device_runs, "L1"), (host_runs, "L2")):
-        if runs:
-            ids = np.concatenate(runs)
-            _require(len(np.unique(ids)) == len(ids), "two nodes hold the same {} page", tier)
+    _require(len(nodes) == tree.node_count, "{} nodes, but {} are counted", len(nodes), tree.node_count)
+    device = [node for node in nodes if node.device is not None]
+    host = [node for node in nodes if node.host is not None]
+    copies = [node for node in host if node.device is not None]
+    totals = {
+        "device_evictable_pages": [node for node in device if not node.lock_ref],
+        "device_protected_pages": [node for node in device if node.lock_ref],
+        "pinned_pages": [node for node in nodes if node.pin_ref],
+        "host_evictable_pages": [n for n in host if not n.host_ref and (n.device is not None or not n.lock_ref)],
+        "host_copy_pages": copies,
+        "host_pages": host,
+    }
+    for name, counted in totals.items():
+        _require(sum(map(tree.pages, counted)) == getattr(tree, name), "{} is not the sum over the nodes", name)
+    for runs, tier in (([node.device for node in device], "L1"), ([node.host for node in host], "L2")):
+        ids = np.concatenate([NO_PAGES, *(run for run in runs if run is not None)])
+        _require(len(np.unique(ids)) == len(ids), "two nodes hold the same {} page", tier)
 
 
 def _require(holds: bool, message: str, *parts: object) -> None:

@@ -32,7 +32,7 @@ class EvictionQueue:
     """
 
     def __init__(self, policy: EvictionPolicy, may_leave: Callable[[Node], bool], entry: str) -> None:
-        self._policy = policy
+        self._rank = policy.rank
         self._may_leave = may_leave
         self._entry = entry
         self._entry_of: Callable[[Node], int] = attrgetter(entry)
@@ -53,7 +53,13 @@ class EvictionQueue:
             self._stale = 0
         self._last_entry += 1
         setattr(node, self._entry, self._last_entry)
-        heapq.heappush(self._heap, (self._policy.rank(node), self._last_entry, node))
+        heapq.heappush(self._heap, (self._rank(node), self._last_entry, node))
+
+    def use_ranks(self, rank: Callable[[Node], Any]) -> None:
+        """Order the candidates by another rank from now on."""
+        self._rank, self._stale = rank, 0
+        self._heap = [(rank(node), entry, node) for _, entry, node in self._heap if self._entry_of(node) == entry]
+        heapq.heapify(self._heap)
 
     def forget(self, node: Node) -> None:
         """Mark the entry of `node`, if any, as stale, because the node has left the tree."""
@@ -63,7 +69,7 @@ class EvictionQueue:
 
     def pop(self) -> Node | None:
         """Remove and return the next victim, or None."""
-        heap, rank_of, may_leave, entry_of = self._heap, self._policy.rank, self._may_leave, self._entry_of
+        heap, rank_of, may_leave, entry_of = self._heap, self._rank, self._may_leave, self._entry_of
         passed = 0
         while heap:
             rank, entry, node = heap[0]
@@ -159,10 +165,9 @@ class EvictionQueues:
         if node.host_entry:
             self.host.forget(node)
 
-    def reorder(self, path: list[Node]) -> None:
-        """Make new entries, with new ranks, of candidates among just used nodes. Call it if ranks `fall_on_use`."""
-        for node in path:
-            if node.device_entry:
-                self.device.push(node)
-            if node.host_entry:
-                self.host.push(node)
+    def requeue(self, node: Node) -> None:
+        """Make new entries for `node`, whose rank has fallen: by use if ranks `fall_on_use`, or otherwise."""
+        if node.device_entry:
+            self.device.push(node)
+        if node.host_entry:
+            self.host.push(node)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from ..keys import PAGE_KEY_BYTES, PageChain
 from ..types import PageIds
+
+RELEASED = -1.0  # the value of a `NodeHint`
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -58,6 +60,7 @@ class Node:
     host_entry: int = 0  # the same in the L2 eviction queue, for a node on L2 only
     kept_at: int = 0  # tick of the tree's clock when an adaptive eviction last passed over this node
     block: tuple[int, int, bool] | None = None  # see `AdaptiveEviction._block_of`; None until first needed
+    hint: NodeHint | None = None  # what a session said about it, for its order of eviction
     visited: int = 0  # number of the last snapshot of events that contains this node; 0 before its first event
 
     def move_head(self, head: Node, pages: int) -> None:
@@ -70,7 +73,7 @@ class Node:
         head.lock_ref, head.host_ref, head.pin_ref = map(int, (self.lock_ref > 0, self.host_ref > 0, self.pin_ref > 0))
         head.load_pending, head.backup_pending, head.copied = self.load_pending, self.backup_pending, self.copied
         head.store_pending, head.stored, head.visited = self.store_pending, self.stored, self.visited
-        head.lost_access = self.lost_access
+        head.lost_access, head.hint = self.lost_access, self.hint
         head.sealed, head.proved_until_s, head.touched_s = self.sealed, self.proved_until_s, self.touched_s
         if self.device is not None:
             head.device, self.device = self.device[:pages].copy(), self.device[pages:].copy()
@@ -86,6 +89,28 @@ class Node:
     def __repr__(self) -> str:
         tiers = "".join(("D" if self.device is not None else "", "H" if self.host is not None else "")) or "-"
         return f"Node({self.id}, {len(self.key)} key bytes, {tiers}, lock {self.lock_ref}, host_ref {self.host_ref})"
+
+
+@dataclass(slots=True, eq=False)
+class NodeHint:
+    """What the session `owner` said at `made_s`, at tick `access` of the tree's clock, about `nodes`. `value` is
+    `RELEASED`, 0, or that of retained pages; `hinted` has the order that follows."""
+
+    access: int
+    made_s: float
+    owner: object
+    value: float = 0.0
+    return_s: float = math.inf
+    trust: float = 0.0
+    nodes: list[Node] = field(default_factory=list)
+
+    def speaks_for(self, node: Node) -> bool:
+        """True if no other request has used `node` since."""
+        return node.last_access <= self.access
+
+    def decides(self, node: Node) -> bool:
+        """True if the order of `node` is not that of its last use."""
+        return self.value > 0 or (self.speaks_for(node) and (self.value < 0 or self.trust > 0))
 
 
 # Shared by all leaves and never written to, because an empty dictionary per leaf costs 64 bytes.
@@ -115,11 +140,12 @@ def may_lose_copy(node: Node) -> bool:
 
 
 def may_grow(node: Node) -> bool:
-    """True if later pages may be appended to `node`: it is on L1 only, was never copied or stored, has no children and
-    exactly one lock.
+    """True if later pages may be appended to `node`: it is on L1 only, was never copied or stored, is not retained, has
+    no children and exactly one lock.
     """
     in_use = node.lock_ref != 1 or node.host_ref or node.children or node.backup_pending
-    return not (in_use or node.host is not None or node.copied or node.stored)
+    is_retained = node.hint is not None and node.hint.value > 0
+    return not (in_use or is_retained or node.host is not None or node.copied or node.stored)
 
 
 class UseHistory(NamedTuple):

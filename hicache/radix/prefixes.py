@@ -40,7 +40,7 @@ class PrefixTree:
         self.observer = observer
         self.node_count = 0
         self._roots: dict[bytes, Node] = {}
-        self._clock = 0
+        self.tick = 0  # of the last use
         self._next_id = 0
 
     def roots(self) -> list[Node]:
@@ -129,6 +129,10 @@ class PrefixTree:
             prior = PageChain(part.key, self.page_bytes // TOKEN_BYTES, prior)
         return prior
 
+    def head(self, key: RadixKey, pages: int) -> RadixKey:
+        """Return the key of the first `pages` pages."""
+        return key.head(pages * self.page_bytes // key.position_bytes)
+
     def require_fitting(self, key: RadixKey) -> None:
         """Raise InvalidInput unless `key` is of this tree's kind: tokens, bigrams or page keys."""
         if instance("key", key, RadixKey).position_bytes == self.position_bytes:
@@ -143,8 +147,6 @@ class PrefixTree:
             f"radix key: {key.position_bytes} bytes per position, the tree has {self.position_bytes}; {hint}"
         )
 
-    # Inside
-
     def _root(self, seed: bytes) -> Node:
         """Return the root of a seed. A new root enters the tree only with its first child, so lookups add nothing."""
         root = self._roots.get(seed)
@@ -153,22 +155,19 @@ class PrefixTree:
             root.page_keys = seed
         return root
 
-    def _walk(self, key: RadixKey, node: Node | None = None, offset: int = 0) -> list[Node]:
+    def _walk(
+        self, key: RadixKey, node: Node | None = None, offset: int = 0, *, marks: bool = True
+    ) -> list[Node]:
         """Return the root and the matched nodes. If the match ends inside a node, split that node there.
 
         The walk begins at `node`, if any, after the first `offset` bytes of `key`. All nodes of the path and above
-        `node` are marked as used.
+        `node` are marked as used, unless it `marks` nothing.
         """
         self.require_fitting(key)
-        self._clock = now = self._clock + 1
         tokens, page_bytes = key.tokens, self.page_bytes
         end = len(tokens) - len(tokens) % page_bytes
         if node is None or node.parent is None:
             node = self._root(key.seed)  # the caller's root, if it was empty, may have been replaced since
-        above: Node | None = node
-        while above is not None:
-            above.last_access = now
-            above = above.parent
         path = [node]
         starts_with, append = tokens.startswith, path.append
         while offset < end:
@@ -183,15 +182,22 @@ class PrefixTree:
                 if not starts_with(child.key, offset):
                     child = self.split(child, common_pages(child.key, tokens, offset, page_bytes))
                 node.recent_child = child
-            child.last_access = now
             append(child)
             offset += len(child.key)
             node = child
+        if marks:
+            self.tick = now = self.tick + 1
+            above: Node | None = path[0].parent
+            while above is not None:
+                above.last_access = now
+                above = above.parent
+            for part in path:
+                part.last_access = now
         return path
 
     def _new_node(self, parent: Node | None, key: bytes, priority: int = 0) -> Node:
         self._next_id += 1
-        node = Node(self._next_id, parent, key, self._clock, self._clock, NO_CHILDREN, priority)
+        node = Node(self._next_id, parent, key, self.tick, self.tick, NO_CHILDREN, priority)
         if parent is not None:
             self.node_count += 1
             if self.position_bytes == PAGE_KEY_BYTES:

@@ -30,6 +30,7 @@ from ..policies import EvictionPolicy
 from ..types import NO_PAGES, PageIds, concat
 from .adaptive import AdaptiveEviction
 from .eviction import EvictionQueues
+from .hinted import HintedOrder, TickTimes
 from .node import NO_HISTORY, Node, UseHistory, may_grow, may_leave_device
 from .prefixes import PrefixTree, TreeObserver
 from .results import Evicted, EvictionChoice, Inserted, Match, Peek
@@ -54,13 +55,8 @@ class RadixTree(PrefixTree):
     """
 
     def __init__(
-        self,
-        page_size: int,
-        policy: EvictionPolicy,
-        *,
-        run_pages_max: int = RUN_PAGES_MAX,
-        position_bytes: int = TOKEN_BYTES,
-        observer: TreeObserver | None = None,
+        self, page_size: int, policy: EvictionPolicy, *, run_pages_max: int = RUN_PAGES_MAX,
+        position_bytes: int = TOKEN_BYTES, observer: TreeObserver | None = None,
         adaptive: AdaptiveEviction | None = None,
     ) -> None:
         super().__init__(page_size, position_bytes, run_pages_max, observer)
@@ -74,6 +70,9 @@ class RadixTree(PrefixTree):
         self.host_copy_pages = 0  # pages of nodes that are on L1 and L2
         self.pinned_pages = 0
         self.queues = EvictionQueues(policy)
+        self.times = TickTimes()
+        self._policy = policy
+        self._hinted: HintedOrder | None = None
         self.adaptive = adaptive
         if adaptive is not None:
             self.queues.device.keeps = lambda node: node.host is None and self._keeps(adaptive, node)
@@ -85,14 +84,21 @@ class RadixTree(PrefixTree):
         """The number of pages on L1."""
         return self.device_evictable_pages + self.device_protected_pages
 
+    def hinted(self, now_s: Callable[[], float]) -> HintedOrder:
+        """Return the order of eviction with hints, which applies from the first call on."""
+        if self._hinted is None:
+            self._hinted = HintedOrder(self.queues, self._policy, self.times, now_s)
+        return self._hinted
+
     # Lookup and insertion
 
-    def match(self, key: RadixKey) -> Match:
-        """Return the longest cached prefix in whole pages. Marks it as used; splits a node if the match ends inside.
+    def match(self, key: RadixKey, *, marks: bool = True) -> Match:
+        """Return the longest cached prefix in whole pages. Marks it as used, unless it `marks` nothing; splits a node
+        if the match ends inside.
 
         Raises InvalidInput if the key is not of this tree's kind, as all lookups and insertions do.
         """
-        path = self._use_path(key)
+        path = self._use_path(key) if marks else self._walk(key, marks=False)
         # Prefix closure: the nodes on L1 are the first nodes of the path.
         device_runs = [node.device for node in path if node.device is not None]
         device_node, device_pages = path[len(device_runs)], concat(device_runs)
@@ -121,14 +127,8 @@ class RadixTree(PrefixTree):
         return Peek(device_pages, host_pages)
 
     def insert(
-        self,
-        key: RadixKey,
-        device_pages: PageIds,
-        *,
-        priority: int = 0,
-        below: Node | None = None,
-        start_page: int = 0,
-        uses: UseHistory = NO_HISTORY,
+        self, key: RadixKey, device_pages: PageIds, *, priority: int = 0, below: Node | None = None,
+        start_page: int = 0, uses: UseHistory = NO_HISTORY,
     ) -> Inserted:
         """Add the whole pages of `key` from `start_page` on, with the L1 pages that hold them.
 
@@ -483,12 +483,11 @@ class RadixTree(PrefixTree):
                 self.stored.unmark(node)
         return pages
 
-    # Inside
-
     def _use_path(self, key: RadixKey, node: Node | None = None, offset: int = 0) -> list[Node]:
         path = self._walk(key, node, offset)
         if self.queues.fall_on_use:
-            self.queues.reorder(path)
+            for used in path:
+                self.queues.requeue(used)
         return path
 
     def _grow(self, node: Node, key: bytes, pages: PageIds) -> None:
@@ -503,9 +502,9 @@ class RadixTree(PrefixTree):
             self.observer.grown(self, node, len(pages), prior)
 
     def _keeps(self, adaptive: AdaptiveEviction, node: Node) -> bool:
-        keeps = adaptive.keeps(node)
+        keeps = (node.hint is None or not node.hint.decides(node)) and adaptive.keeps(node)
         if keeps:
-            node.kept_at = self._clock
+            node.kept_at = self.tick
         return keeps
 
     def _cut(self, victim: Node, pages: int) -> int:

@@ -111,11 +111,7 @@ class PageAllocator:
     @property
     def used_pages(self) -> int:
         """The number of allocated pages. Pages collected by an open free group are neither used nor free."""
-        return self.capacity - self.free_pages - self._collected_pages
-
-    @property
-    def _collected_pages(self) -> int:
-        return sum(map(len, self._group)) if self._group else 0
+        return self._top - sum(map(len, self._group or ()))
 
     def alloc(self, count: int) -> PageIds | None:
         """Return `count` pages as a new int32 array, or None if fewer are free. Atomic: None changes nothing."""

@@ -73,16 +73,11 @@ class Transfer(ABC):
 class FailedTransfer(Transfer):
     """A copy that could not be started."""
 
+    error: TransferError | None = None
+    seconds: float | None = None
+
     def __init__(self, error: TransferError) -> None:
-        self._error = error
-
-    @property
-    def error(self) -> TransferError:
-        return self._error
-
-    @property
-    def seconds(self) -> None:
-        return None
+        self.error = error
 
     def done(self) -> bool:
         return True
@@ -91,7 +86,8 @@ class FailedTransfer(Transfer):
         return True
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        raise self._error
+        assert self.error is not None
+        raise self.error
 
 
 class JoinedTransfer(Transfer):

@@ -1,13 +1,12 @@
 """The copy engine of machines without a GPU: one thread per direction replaces a stream.
 
-Locking design: the copy thread writes a `CpuTransfer`, the scheduler reads it. `_layers_done` and `_error` change only
-under the condition of the thread. The thread writes `_seconds` before it counts the last layer. The threads share
+Locking design: the copy thread writes a `CpuTransfer`, the scheduler reads it. `_layers_done` and `error` change only
+under the condition of the thread. The thread writes `seconds` before it counts the last layer. The threads share
 nothing else. Each waits for the fence of a copy before it begins the copy.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,27 +16,35 @@ import torch
 
 from ..arguments import whole
 from ..errors import TransferError
+from ..lazy import native
 from ..types import Bytes2D, Indices, PageIds
 from .blocks import EngineBlocks
 from .copy import LAYER_WAIT_S_MAX, CopyEngine, Fence, Transfer
 from .copy_thread import CopyThread
 from .host import HostWindow
 
-# The optional native helper copies rows directly. Without it they pass through a temporary numpy array, which takes 1.6
-# to 2 times as long.
-copy_rows: Callable[..., None] | None = None
-with contextlib.suppress(ImportError, AttributeError):  # an old build may lack the function
-    from .. import _native
-
-    copy_rows = _native.copy_rows
-
 # A larger temporary array does not fit the processor's cache: 128 KiB rows were copied at 8.5 GB/s in one part, and at
 # 10.3 GB/s in parts of this size.
 _PART_BYTES = 2 << 20
 
 
+def copy_in_parts(target: Bytes2D, places: Indices, source: Bytes2D, rows: Indices) -> None:
+    """Copy as the native helper does, through a temporary array, which takes 1.6 to 2 times as long: row n of `[a, b,
+    bytes]` is `[n // b, n % b]`."""
+    step = max(1, _PART_BYTES // target.shape[2])
+    for start in range(0, len(rows), step):
+        to, of = places[start : start + step], rows[start : start + step]
+        target[np.divmod(to, target.shape[1])] = source[np.divmod(of, source.shape[1])]
+
+
+copy_rows: Callable[..., None] = native("copy_rows") or copy_in_parts
+
+
 class CpuTransfer(Transfer):
     """Counts finished layers; `wait_layer` blocks on the count."""
+
+    error: TransferError | None = None
+    seconds: float | None = None
 
     def __init__(
         self, thread: CopyThread, layers: int, copy_layer: Callable[[int], None], after: Fence | None
@@ -47,20 +54,10 @@ class CpuTransfer(Transfer):
         self._copy_layer = copy_layer
         self._after = after
         self._layers_done = 0
-        self._seconds: float | None = None
-        self._error: TransferError | None = None
         thread.submit(self)
 
-    @property
-    def error(self) -> TransferError | None:
-        return self._error
-
-    @property
-    def seconds(self) -> float | None:
-        return self._seconds
-
     def done(self) -> bool:
-        return self._layers_done == self._layers or self._error is not None
+        return self._layers_done == self._layers or self.error is not None
 
     def wait(self, timeout_s: float) -> bool:
         return self._thread.wait_for(self.done, timeout_s)
@@ -68,9 +65,9 @@ class CpuTransfer(Transfer):
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         whole("layer", layer, 0, self._layers - 1)
         if self._layers_done <= layer:
-            self._thread.wait_for(lambda: self._layers_done > layer or self._error is not None, LAYER_WAIT_S_MAX)
-        if self._error is not None:
-            raise self._error
+            self._thread.wait_for(lambda: self._layers_done > layer or self.error is not None, LAYER_WAIT_S_MAX)
+        if self.error is not None:
+            raise self.error
         if self._layers_done <= layer:
             raise TransferError(f"copy: layer {layer} did not arrive within {LAYER_WAIT_S_MAX:.0f} s")
 
@@ -82,15 +79,14 @@ class CpuTransfer(Transfer):
         for layer in range(self._layers):
             self._copy_layer(layer)
             if layer == self._layers - 1:
-                self._seconds = time.perf_counter() - begun
+                self.seconds = time.perf_counter() - begun
             with self._thread.condition:
                 self._layers_done += 1
                 self._thread.condition.notify_all()
 
     def fail(self, error: TransferError) -> None:
-        """Fail as `CopyTask.fail`."""
         with self._thread.condition:
-            self._error = error
+            self.error = error
             self._thread.condition.notify_all()
 
 
@@ -121,20 +117,12 @@ class CpuCopyEngine(CopyEngine):
         return all([thread.close(max(0.0, deadline - time.monotonic())) for thread in threads])
 
     def _backup_layer(self, layer: int, blocks: Indices, host_blocks: Indices) -> None:
-        if copy_rows is not None:
-            for region, frames in self._pieces(layer):
-                copy_rows(frames, host_blocks, region, blocks)
-            return
-        for region, rows, place in self._parts(layer, blocks, host_blocks):
-            self._frames[layer][place] = region[rows]
+        for region, frames in self._pieces(layer):
+            copy_rows(frames, host_blocks, region, blocks)
 
     def _load_layer(self, layer: int, host_blocks: Indices, blocks: Indices) -> None:
-        if copy_rows is not None:
-            for region, frames in self._pieces(layer):
-                copy_rows(region, blocks, frames, host_blocks)
-            return
-        for region, rows, place in self._parts(layer, blocks, host_blocks):
-            region[rows] = self._frames[layer][place]
+        for region, frames in self._pieces(layer):
+            copy_rows(region, blocks, frames, host_blocks)
 
     def _pieces(self, layer: int) -> Iterator[tuple[Bytes2D, Bytes2D]]:
         """Yield each region of a layer as `[blocks, 1, bytes]`, with its columns of the rows in `_frames`."""
@@ -142,16 +130,3 @@ class CpuCopyEngine(CopyEngine):
         for region in self._regions[layer]:
             begin, end = end, end + region.shape[1]
             yield region[:, np.newaxis], self._frames[layer][:, :, begin:end]
-
-    def _parts(
-        self, layer: int, blocks: Indices, host_blocks: Indices
-    ) -> Iterator[tuple[Bytes2D, Indices, tuple[Indices, Indices, slice]]]:
-        """Yield each region of a layer in parts of at most `_PART_BYTES`: its rows, and their index in
-        `_frames[layer]`."""
-        end = 0
-        for region in self._regions[layer]:
-            begin, end = end, end + region.shape[1]
-            step = max(1, _PART_BYTES // region.shape[1])
-            for start in range(0, len(blocks), step):
-                pages, parts = np.divmod(host_blocks[start : start + step], self.window.blocks_per_page)
-                yield region, blocks[start : start + step], (pages, parts, slice(begin, end))

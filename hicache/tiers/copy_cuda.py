@@ -30,7 +30,7 @@ from ..types import Indices, PageIds
 from ..units import format_size
 from .blocks import EngineBlocks
 from .copy import LAYER_WAIT_S_MAX, CopyEngine, Fence, Transfer
-from .copy_paths import CopyPath, DirectPath, Pieces, StagedPath, direct_from_bytes
+from .copy_paths import CopyPath, DirectPath, Pieces, StagedPath, direct_from_bytes, poll
 from .copy_thread import CopyThread
 from .host import HostWindow
 from .memory import STAGING_SLOT_BYTES
@@ -38,9 +38,6 @@ from .runtime import WORDS, DeviceRuntime, Event
 
 logger = logging.getLogger(__name__)
 
-_POLL_S = 50e-6
-# Multiprocessors for a kernel of the staged path: 16 are not faster for short pieces, and leave less for compute.
-_PROGRAMS = 8
 # Engines closed with copies in flight: their memory stays allocated, pinned and mapped.
 _UNFINISHED: list[CopyEngine] = []
 
@@ -86,7 +83,7 @@ class StreamTransfer(Transfer):
         deadline = time.monotonic() + timeout_s
         if not self._direction.thread.wait_for(lambda: self._submitted, timeout_s):
             return False
-        return self._poll(self.done, deadline)
+        return poll(self.done, deadline)
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         layer = whole("layer", layer, 0, self._layers - 1)
@@ -107,7 +104,7 @@ class StreamTransfer(Transfer):
         if recorded and stream is not None:
             runtime = self._direction.runtime
             runtime.wait(runtime.stream_of(stream), self._by_layer[layer])
-        elif not (recorded and self._poll(lambda: self._passed(self._by_layer[layer]), deadline)):
+        elif not (recorded and poll(lambda: self._passed(self._by_layer[layer]), deadline)):
             raise TransferError(f"copy: layer {layer} did not arrive within {LAYER_WAIT_S_MAX:.0f} s")
 
     def _passed(self, event: Event) -> bool:
@@ -127,14 +124,6 @@ class StreamTransfer(Transfer):
                 self._seconds = runtime.elapsed_s(self._events[0][0], self._events[-1][0])
         for event, timed in self._events:
             runtime.release(event, timed=timed)
-
-    @staticmethod
-    def _poll(condition: Callable[[], bool], deadline: float) -> bool:
-        while not condition():
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(_POLL_S)
-        return True
 
     # Called by the copy thread
 
@@ -157,7 +146,6 @@ class StreamTransfer(Transfer):
             self._direction.thread.condition.notify_all()
 
     def fail(self, error: TransferError) -> None:
-        """Fail as `CopyTask.fail`."""
         with self._direction.thread.condition:
             self._failure = error
             self._submitted = True
@@ -203,14 +191,8 @@ class CudaCopyEngine(CopyEngine):
     """
 
     def __init__(
-        self,
-        blocks: EngineBlocks,
-        window: HostWindow,
-        config: TransferConfig | None = None,
-        *,
-        runtime: DeviceRuntime | None = None,
-        thread: MakeThread = CopyThread,
-        slot_bytes: int = STAGING_SLOT_BYTES,
+        self, blocks: EngineBlocks, window: HostWindow, config: TransferConfig | None = None, *,
+        runtime: DeviceRuntime | None = None, thread: MakeThread = CopyThread, slot_bytes: int = STAGING_SLOT_BYTES,
     ) -> None:
         super().__init__(blocks, window)
         if runtime is None:
@@ -258,7 +240,7 @@ class CudaCopyEngine(CopyEngine):
     def _submit(self, direction: Direction, host_blocks: Indices, blocks: Indices, after: Fence | None) -> Transfer:
         return direction.submit(StreamTransfer(direction, host_blocks, blocks, after, self._pieces.layers))
 
-    def _make_paths(self, config: TransferConfig, slot_bytes: int) -> tuple[CopyPath, CopyPath]:
+    def _make_paths(self, config: TransferConfig, slot_bytes: int) -> list[CopyPath]:
         """Return the paths of backups and of loads. Logs the choice and its reason."""
         pieces, runtime = self._pieces, self._runtime
         path, reason = config.path, "as configured"
@@ -272,10 +254,10 @@ class CudaCopyEngine(CopyEngine):
                 f"transfer.path: staged: a layer of a page has {format_size(max(self.blocks.layer_bytes))}, a slot of "
                 f"staging {format_size(slot_bytes)}; use direct or auto"
             )
-        paths = None
+        paths: list[CopyPath] = []
         if path == "staged":
             try:
-                paths = self._staged(_PROGRAMS, slot_bytes)
+                paths = [StagedPath(runtime, pieces, load=is_load, slot_bytes=slot_bytes) for is_load in (False, True)]
             except TransferError as error:
                 if config.path == "staged":
                     raise
@@ -284,11 +266,4 @@ class CudaCopyEngine(CopyEngine):
         shortest = format_size(pieces.shortest)
         logger.info("copies on %s are %s: the shortest piece has %s, %s", self.blocks.device, path, shortest, reason)
         self.path = path
-        return paths or (DirectPath(runtime, pieces, load=False), DirectPath(runtime, pieces, load=True))
-
-    def _staged(self, programs: int, slot_bytes: int) -> tuple[CopyPath, CopyPath]:
-        backups, loads = (
-            StagedPath(self._runtime, self._pieces, load=is_load, programs=programs, slot_bytes=slot_bytes)
-            for is_load in (False, True)
-        )
-        return backups, loads
+        return paths or [DirectPath(runtime, pieces, load=is_load) for is_load in (False, True)]

@@ -41,6 +41,8 @@ BACKUP_PIECE_BYTES = 1 << 20
 # 64, which costs 3 % of the speed of copies of 32 KiB. The copies of a staging slot are few.
 DIRECT_CALL_MAX = 64
 
+# Multiprocessors for a kernel of the staged path: 16 are not faster for short pieces, and leave less for compute.
+_PROGRAMS = 8
 # Rows of staging begin at multiples of this, so that the kernels can move the longest words.
 _ROW_ALIGN = WORDS[0]
 _WAIT_S_MAX = 120.0
@@ -183,14 +185,12 @@ class _Slot:
 
 
 class StagedPath(CopyPath):
-    """See the module's docstring. A kernel uses at most `programs` multiprocessors. REQUIRES: each layer of a block
-    fits into a slot."""
+    """See the module's docstring. REQUIRES: each layer of a block fits into a slot."""
 
     def __init__(
-        self, runtime: DeviceRuntime, pieces: Pieces, *, load: bool, programs: int, slot_bytes: int = STAGING_SLOT_BYTES
+        self, runtime: DeviceRuntime, pieces: Pieces, *, load: bool, slot_bytes: int = STAGING_SLOT_BYTES
     ) -> None:
         super().__init__(runtime, pieces, load=load)
-        self._programs = programs
         self._slot_bytes = slot_bytes
         self._groups = pieces.groups(LOAD_PIECE_BYTES if load else BACKUP_PIECE_BYTES, slot_bytes)
         self._first, self._second = runtime.stream(), runtime.stream()
@@ -260,7 +260,7 @@ class StagedPath(CopyPath):
         )
 
     def _queue_kernel(self, stream: Stream, rows: Rows) -> None:
-        self._runtime.move(stream, rows, self._programs, to_blocks=self._load)
+        self._runtime.move(stream, rows, _PROGRAMS, to_blocks=self._load)
 
     def _link(self, stream: Stream, slot: _Slot, group: Group, host_blocks: Indices, host: Addresses) -> None:
         """Queue the copies between the rows of a slot and the frames."""
@@ -327,11 +327,17 @@ def _copy_directly(
 
 
 def _wait(runtime: DeviceRuntime, event: Event) -> None:
-    deadline = time.monotonic() + _WAIT_S_MAX
-    while not runtime.passed(event):
+    if not poll(lambda: runtime.passed(event), time.monotonic() + _WAIT_S_MAX):
+        raise TransferError(f"copy: the device has not ended a copy within {_WAIT_S_MAX:.0f} s")
+
+
+def poll(condition: Callable[[], bool], deadline: float) -> bool:
+    """Wait for the device. Return False if the monotonic `deadline` passes first."""
+    while not condition():
         if time.monotonic() > deadline:
-            raise TransferError(f"copy: the device has not ended a copy within {_WAIT_S_MAX:.0f} s")
+            return False
         time.sleep(_POLL_S)
+    return True
 
 
 def _int64_at(memory: Memory, count: int) -> npt.NDArray[np.int64]:

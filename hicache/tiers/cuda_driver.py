@@ -104,11 +104,6 @@ class CudaDriver:
         self.call("cuDevicePrimaryCtxRetain", byref(context), self._device)
         self.context = context.value
 
-    @property
-    def has_batched_copies(self) -> bool:
-        """True if one call queues many copies."""
-        return self._batch is not None
-
     def call(self, name: str, *arguments: object) -> None:
         """Call a driver function. Raises TransferError if it fails."""
         self._require_success(name, self._status(name, *arguments))

@@ -6,7 +6,6 @@ is entry `s % page_size` of page `s // page_size`. Owned by the scheduler thread
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
@@ -17,6 +16,7 @@ import torch
 from ..arguments import instance, number, whole
 from ..errors import CapacityError, InvalidInput
 from ..geometry import KVGeometry, KVLayout
+from ..lazy import native
 from ..types import PageIds
 from .allocator import EnginePages, PageAllocator, PagePool, require_pages
 from .blocks import EngineBlocks
@@ -24,11 +24,7 @@ from .copy import Transfer
 from .upload import upload
 
 # The optional native helper computes slots in one pass. numpy takes five times as long for pages of 16 tokens.
-fill_slots: Callable[..., None] | None = None
-with contextlib.suppress(ImportError, AttributeError):  # an old build may lack the function
-    from .. import _native
-
-    fill_slots = _native.fill_slots
+fill_slots: Callable[..., None] | None = native("fill_slots")
 
 # A number, or a tensor of one element on the pool's device.
 Scale: TypeAlias = float | torch.Tensor | None

@@ -28,17 +28,8 @@ class SharedHostPool(HostPool):
     """
 
     def __init__(  # noqa: PLR0913 - what `open` has checked
-        self,
-        name: str,
-        processes: int,
-        deadline: float,
-        shape: PageShape | KVGeometry,
-        pages: int | Callable[[], int],
-        *,
-        pin: torch.device | None,
-        node: int | None = None,
-        role: Role,
-        keep: bool = False,
+        self, name: str, processes: int, deadline: float, shape: PageShape | KVGeometry, pages: int | Callable[[], int],
+        *, pin: torch.device | None, node: int | None = None, role: Role, keep: bool = False,
     ) -> None:
         """Call `open` instead, which checks the arguments. `deadline` is on the monotonic clock."""
         self.path = path_of(name)
@@ -52,16 +43,8 @@ class SharedHostPool(HostPool):
 
     @classmethod
     def open(  # noqa: PLR0913 - of the pool, and of its file
-        cls,
-        name: str,
-        shape: PageShape | KVGeometry,
-        pages: int | Callable[[], int],
-        *,
-        processes: int | None = None,
-        pin: torch.device | None = None,
-        node: int | None = None,
-        timeout_s: float,
-        role: Role = Role.OWNER,
+        cls, name: str, shape: PageShape | KVGeometry, pages: int | Callable[[], int], *, processes: int | None = None,
+        pin: torch.device | None = None, node: int | None = None, timeout_s: float, role: Role = Role.OWNER,
         keep: bool = False,
     ) -> SharedHostPool:
         """Open the pool `name`, or create it. Blocks until it is ready, at most `timeout_s` seconds; the process that

@@ -22,7 +22,9 @@ def extend_slots(
     """
     prefix_lens, seq_lens, token_starts, page_starts = requests.unbind(1)
     page = torch.arange(len(pages), device=out.device)
-    owner = _owners(page_starts, len(pages))
+    # The request of each new page: the last one whose pages begin at or before it.
+    begun = page_starts.new_zeros(len(pages) + 1).index_add_(0, page_starts, torch.ones_like(page_starts))
+    owner = torch.cumsum(begun[:-1], 0) - 1
     old_pages = (prefix_lens + page_size - 1) // page_size
     tokens_before = (page + (old_pages - page_starts)[owner]) * page_size
     begin = torch.cat((token_starts, tokens_before + (token_starts - prefix_lens)[owner]))
@@ -34,12 +36,6 @@ def extend_slots(
     steps[0] = 0
     steps.index_add_(0, begin, difference).index_add_(0, end, difference, alpha=-1)
     torch.cumsum(steps[:-1], 0, out=out)
-
-
-def _owners(page_starts: torch.Tensor, pages: int) -> torch.Tensor:
-    """Return the request of each new page, `[pages]`: the last request whose pages begin at or before it."""
-    begun = page_starts.new_zeros(pages + 1).index_add_(0, page_starts, torch.ones_like(page_starts))
-    return torch.cumsum(begun[:-1], 0) - 1
 
 
 def decode_slots(first_slots: torch.Tensor, last_loc: torch.Tensor, out: torch.Tensor) -> None:

@@ -92,7 +92,7 @@ class PagedTokenToKVPoolAllocator:
         if pages is None:
             return None
         with self._given_back_on_error(pages):
-            return self._to_device(token_slots(pages, self.page_size))
+            return upload(token_slots(pages, self.page_size), self.device)
 
     def alloc_extend(
         self, prefix_lens: torch.Tensor, seq_lens: torch.Tensor, last_loc: torch.Tensor, extend_tokens: int
@@ -130,7 +130,7 @@ class PagedTokenToKVPoolAllocator:
         rows = np.stack((prefix, seq, np.cumsum(extend) - extend, np.cumsum(fresh) - fresh), axis=1)
         with self._given_back_on_error(pages):
             # One upload for both. Rows come first, so that the pages after them are aligned to 16 bytes.
-            packed = self._to_device(np.concatenate((rows.reshape(-1), pages)))
+            packed = upload(np.concatenate((rows.reshape(-1), pages)), self.device)
             requests, new_pages = packed[: rows.size].view(-1, 4), packed[rows.size :]
             out = torch.empty(extend_tokens, dtype=torch.int64, device=self.device)
             self._kernels.extend_slots(requests, last_loc, new_pages, out, self.page_size)
@@ -154,7 +154,7 @@ class PagedTokenToKVPoolAllocator:
         first_slots[opens_page] = pages.astype(np.int64) * self.page_size
         with self._given_back_on_error(pages):
             out = torch.empty(len(position), dtype=torch.int64, device=self.device)
-            self._kernels.decode_slots(self._to_device(first_slots), last_loc, out)
+            self._kernels.decode_slots(upload(first_slots, self.device), last_loc, out)
             return out
 
     def free(self, slots: torch.Tensor) -> None:
@@ -179,16 +179,11 @@ class PagedTokenToKVPoolAllocator:
     @contextmanager
     def _given_back_on_error(self, pages: PageIds) -> Iterator[None]:
         """Free the pages if the block raises, such as when the device has no memory for the slots."""
-        answered = False
         try:
             yield
-            answered = True
-        finally:
-            if not answered:
-                self.pages.free(pages)
-
-    def _to_device(self, values: npt.NDArray[np.int64]) -> torch.Tensor:
-        return upload(values, self.device)
+        except BaseException:
+            self.pages.free(pages)
+            raise
 
     def _last_loc(self, last_loc: torch.Tensor, prefix: Lengths) -> torch.Tensor:
         """Return `last_loc` as the kernels need it. Raises as `alloc_extend` does."""

@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -170,32 +169,24 @@ class TrailingPool:
         return slots.alloc(count)
 
 
-class _Part(NamedTuple):
-    """The copy of one pool's pieces: its layers are `first` .. `end - 1` among those of all pools."""
-
-    first: int
-    end: int
-    transfer: Transfer
-
-
 class PooledTransfer(JoinedTransfer):
     """The copies of several pools as one. Layers are numbered through all pools; a layer without a copy is ready."""
 
-    def __init__(self, parts: Sequence[_Part]) -> None:
-        super().__init__([part.transfer for part in parts])
+    def __init__(self, parts: Sequence[tuple[range, Transfer]]) -> None:
+        super().__init__([transfer for _, transfer in parts])
         self._by_layer = parts
 
     @property
     def seconds(self) -> float | None:
         """The duration of the longest part: they run side by side."""
-        times = [part.transfer.seconds for part in self._by_layer]
+        times = [part.seconds for part in self._parts]
         return max((time or 0.0 for time in times), default=0.0) if None not in times else None
 
     def wait_layer(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         whole("layer", layer)
-        for first, end, transfer in self._by_layer:
-            if first <= layer < end:
-                transfer.wait_layer(layer - first, stream)
+        for layers, transfer in self._by_layer:
+            if layer in layers:
+                transfer.wait_layer(layer - layers.start, stream)
 
 
 class PooledCopies(CopyEngine):
@@ -212,10 +203,10 @@ class PooledCopies(CopyEngine):
         self._trailing = trailing
 
     def backup(self, blocks: PageIds, host_blocks: PageIds, *, after: Fence | None = None) -> Transfer:
-        parts = [self._part(0, self._device, self._device.backup(blocks, host_blocks, after=after))]
+        parts = [(_layers(0, self._device), self._device.backup(blocks, host_blocks, after=after))]
         for pool, copies in self._trailing:
             transfer = copies.backup(pool.slots(blocks), host_blocks, after=after)
-            parts.append(self._part(pool.pool.first_layer, copies, transfer))
+            parts.append((_layers(pool.pool.first_layer, copies), transfer))
         return PooledTransfer(parts)
 
     def load(self, host_blocks: PageIds, blocks: PageIds, *, after: Fence | None = None) -> Transfer:
@@ -223,12 +214,12 @@ class PooledCopies(CopyEngine):
         whole_pages, others = blocks > 0, np.flatnonzero(blocks < 0)
         if whole_pages.any():
             transfer = self._device.load(host_blocks[whole_pages], blocks[whole_pages], after=after)
-            parts.append(self._part(0, self._device, transfer))
+            parts.append((_layers(0, self._device), transfer))
         for pool, copies in self._trailing:
             pages = others[pool.take_awaited(-blocks[others])]
             if len(pages):
                 transfer = copies.load(host_blocks[pages], pool.slots(-blocks[pages]), after=after)
-                parts.append(self._part(pool.pool.first_layer, copies, transfer))
+                parts.append((_layers(pool.pool.first_layer, copies), transfer))
         return PooledTransfer(parts)
 
     def close(self, timeout_s: float) -> bool:
@@ -237,9 +228,8 @@ class PooledCopies(CopyEngine):
         return all([engine.close(max(0.0, deadline - time.monotonic())) for engine in engines])
 
     def require_fence(self, fence: Fence) -> None:
-        """Check as the engine of L1."""
         self._device.require_fence(fence)
 
-    @staticmethod
-    def _part(first: int, copies: CopyEngine, transfer: Transfer) -> _Part:
-        return _Part(first, first + len(copies.blocks.layers), transfer)
+
+def _layers(first: int, copies: CopyEngine) -> range:
+    return range(first, first + len(copies.blocks.layers))

@@ -56,11 +56,6 @@ class UploadRing:
         self._in_flight: deque[_Part] = deque()
         self._fences: list[Fence] = []  # free for reuse
 
-    @property
-    def in_flight(self) -> int:
-        """The number of uploads whose memory has not been reclaimed yet."""
-        return len(self._in_flight)
-
     def upload(self, values: npt.NDArray[Any]) -> torch.Tensor | None:
         """Queue a copy of `values` to the device and return the tensor there; None if `values` exceed the ring.
 
@@ -121,12 +116,9 @@ def upload(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
         return torch.from_numpy(values).to(device, non_blocking=True)
     ring = _rings.of.get(device)
     if ring is None:
-        ring = _rings.of[device] = _cuda_ring(device)
+        # A tensor created in inference mode could not be used outside of it.
+        with torch.cuda.device(device), torch.inference_mode(False):
+            memory = torch.empty(RING_BYTES, dtype=torch.uint8, pin_memory=True)
+        ring = _rings.of[device] = UploadRing(memory, _CudaStream(device))
     uploaded = ring.upload(values)
     return torch.from_numpy(values).pin_memory().to(device, non_blocking=True) if uploaded is None else uploaded
-
-
-def _cuda_ring(device: torch.device) -> UploadRing:
-    # A tensor created in inference mode could not be used outside of it.
-    with torch.cuda.device(device), torch.inference_mode(False):
-        return UploadRing(torch.empty(RING_BYTES, dtype=torch.uint8, pin_memory=True), _CudaStream(device))

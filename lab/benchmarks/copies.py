@@ -24,7 +24,7 @@ import torch
 from hicache.frame import FrameCodec
 from hicache.geometry import KVGeometry
 from hicache.tiers import HostPool, HostWindow, create_copy_engine, create_device_pool
-from hicache.tiers.copy_cpu import copy_rows
+from hicache.tiers.copy_cpu import copy_in_parts, copy_rows
 from hicache.tiers.device import known_device
 
 from ._table import Row, print_table, reduced
@@ -118,7 +118,7 @@ def main() -> None:
         name = f"{torch.cuda.get_device_name(cuda)}, {datetime.now(UTC):%Y-%m-%d}"
         print_table(f"Copies between L1 and L2 ({name})", rows(cuda))
     else:
-        how = "numpy: the native helper is not built" if copy_rows is None else "the native helper"
+        how = "numpy: the native helper is not built" if copy_rows is copy_in_parts else "the native helper"
         print_table(f"Copies between L1 and L2 (CPU threads, {how}; reference: one contiguous copy)", run())
 
 

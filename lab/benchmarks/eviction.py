@@ -75,7 +75,7 @@ SETTINGS = {"L1 + L2": (0.25, 0.75, 0.0), "L1 + L2 + file": (0.125, 0.375, 0.5)}
 
 PAGE_SIZE = 64
 MODEL = "llama-3.1-8b"
-FRAME_BYTES = frame_bytes(PRESETS[MODEL].geometry(PAGE_SIZE).payload_bytes)
+FRAME_BYTES = frame_bytes(replace(PRESETS[MODEL], page_size=PAGE_SIZE).payload_bytes)
 REQUESTS = 4000
 # A session that reaches it ends, so that an eighth of a small cache has room for a request.
 CONTEXT_TOKENS = 65_536
@@ -130,16 +130,23 @@ def in_pages(requests: Iterable[TraceRequest]) -> Requests:
             keys: list[bytes | int] = [*page_keys(tokens, PAGE_SIZE)]
             keys += [request.index] if request.kv_tokens % PAGE_SIZE else []
             ids = tuple(numbers[key] for key in keys)
-            found.append(TraceRequest(len(found), request.timestamp_ms, request.kv_tokens, 1, ids, PAGE_SIZE))
+            found.append(
+                TraceRequest(len(found), request.timestamp_ms, request.kv_tokens, 1, ids, PAGE_SIZE, request.session)
+            )
     return found
 
 
 def disjoint(traces: Iterable[Requests]) -> Requests:
-    """Return all requests of some traces, one trace after the other, without common pages."""
-    first, found = 0, list[TraceRequest]()
+    """Return all requests of some traces, one trace after the other, without common pages or sessions."""
+    first, session, found = 0, 0, list[TraceRequest]()
     for requests in traces:
-        found += (replace(each, hash_ids=tuple(first + block for block in each.hash_ids)) for each in requests)
+        found += (
+            replace(each, hash_ids=tuple(first + block for block in each.hash_ids),
+                    session=None if each.session is None else session + each.session)
+            for each in requests
+        )
         first = 1 + max(block for each in found for block in each.hash_ids)
+        session = 1 + max((each.session for each in found if each.session is not None), default=0)
     return found
 
 
@@ -150,10 +157,11 @@ def copies(requests: Requests, number: int, apart_ms: float) -> Requests:
     return sorted(disjoint(later), key=lambda each: each.timestamp_ms)
 
 
-def workload(name: str, requests: Requests, folder: Path) -> Workload:
-    """Write a trace in pages, with equal times between its requests, and return it."""
+def workload(name: str, requests: Requests, folder: Path, apart_ms: float | None = APART_MS) -> Workload:
+    """Write a trace in pages, with equal times between its requests (None: its own times), and return it."""
     path = folder / f"{name.replace(' ', '_')}.jsonl"
-    write_trace(path, (replace(each, timestamp_ms=APART_MS * index) for index, each in enumerate(requests)))
+    write_trace(path, (replace(each, timestamp_ms=each.timestamp_ms if apart_ms is None else apart_ms * index)
+                       for index, each in enumerate(requests)))
     whole = {block for each in requests for block in each.hash_ids[: each.whole_blocks]}
     longest = max(len(each.hash_ids) for each in requests)
     return Workload(name, path, len(requests), len(whole), longest)

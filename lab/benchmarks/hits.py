@@ -23,6 +23,7 @@ import json
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -52,7 +53,7 @@ DEVICE_TOKENS = 1 << 19
 HOSTS = {"twice": 2 * DEVICE_TOKENS, "half": DEVICE_TOKENS // 2, "an eighth": DEVICE_TOKENS // 8}
 SIZE_GOAL = 0.95
 PREFILL_TOKENS_PER_S = 250_000
-FRAME_BYTES = frame_bytes(PRESETS["tiny"].geometry(PAGE_SIZE).payload_bytes)
+FRAME_BYTES = frame_bytes(replace(PRESETS["tiny"], page_size=PAGE_SIZE).payload_bytes)
 # The store writes pages at a quarter of the rate at which they are computed.
 SLOW = f"write={PREFILL_TOKENS_PER_S // PAGE_SIZE // 4 * FRAME_BYTES}B/s"
 

@@ -55,7 +55,7 @@ class _Bench:
         self.keys = [i.to_bytes(4, "big") * 8 for i in range(batch)]
         self.backend = Store(MooncakeDriver(self.codec, options), self.codec, UNGUARDED)
         self.backend.register_memory(self._whole)
-        self._library, self._pool = join_store(options, "bench")
+        self._library, self._pool = join_store(options)
         self._names = Names("plain/").of(self.codec.namespace, self.keys)
         self._ours = Names(options.prefix).of(self.codec.namespace, self.keys)
         self._addresses = [[address_of(frame)] for frame in self.frames]

@@ -84,7 +84,7 @@ def _tokens(count: int) -> str:
 def real_rows(trace: list[str], requests: int) -> list[Row]:
     """Return rows of virtual replays beside real ones."""
     rows = []
-    page_bytes = 64 * PRESETS["tiny"].geometry(1).token_bytes + 4096
+    page_bytes = 64 * PRESETS["tiny"].token_bytes + 4096
     for device, host, pages in REAL_SIZES:
         for store in ("memory", "file"):
             with tempfile.TemporaryDirectory(prefix="hicache-bench-") as folder:
@@ -110,7 +110,7 @@ def real_rows(trace: list[str], requests: int) -> list[Row]:
 
 def plan_rows(trace: list[str], requests: int) -> list[Row]:
     """Return rows of plans beside virtual replays."""
-    rows, token_bytes = [], PRESETS["llama-3.1-8b"].geometry(1).token_bytes
+    rows, token_bytes = [], PRESETS["llama-3.1-8b"].token_bytes
     for nodes in (1, 4):
         for sizes in PLAN_SIZES:
             device, host, storage = sizes

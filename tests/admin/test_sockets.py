@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from hicache.admin.access import AdminAccess, peer_of
-from hicache.admin.sockets import PATH_BYTES_MAX, PrivateSocket
+from hicache.admin.sockets import PrivateSocket
+from hicache.config.addresses import SOCKET_PATH_BYTES_MAX
 from hicache.errors import ConfigError
 
 
@@ -63,7 +64,7 @@ def test_another_file_at_the_path_of_the_socket_is_not_changed(tmp_path: Path) -
 
 def test_a_path_that_is_too_long_is_rejected(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="choose a shorter path"):
-        PrivateSocket(tmp_path / ("x" * PATH_BYTES_MAX), "admin.socket")
+        PrivateSocket(tmp_path / ("x" * SOCKET_PATH_BYTES_MAX), "admin.socket")
 
 
 OWN, STRANGER = os.geteuid(), 4_000_000

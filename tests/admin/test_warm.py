@@ -289,6 +289,14 @@ def test_a_cache_of_page_keys_is_warmed_by_the_hottest_chains(host_engine: HostE
     assert (host_engine.hit(OLD), host_engine.hit(NEW)) == (2, 4)
 
 
+def test_a_cache_of_page_keys_pins_a_chain_of_keys(host_engine: HostEngine) -> None:
+    chain = [key.hex() for key in OLD]
+    assert host_engine.job({"keys": chain})["progress"]["pages"] == 4
+    code, pin = ask(host_engine.admin.path, "POST", "/pins", {"keys": chain})
+    assert (code, pin["pages"], host_engine.cache.statistics().pinned_pages) == (201, 4, 4)
+    assert ask(host_engine.admin.path, "DELETE", f"/pins/{pin['id']}")[0] == 204
+
+
 def test_a_cache_of_page_keys_refuses_tokens(host_engine: HostEngine) -> None:
     code, answer = ask(host_engine.admin.path, "POST", "/warm", {"prompts": [TOKENS]})
     assert code == 409 and "pass page keys" in answer["detail"]

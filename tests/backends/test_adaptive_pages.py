@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hicache.backends.adaptive import OPEN_MAX, AdaptivePages
+from hicache.backends.order import OPEN_MAX, AdaptivePages
 from hicache_lab.conformance import make_keys
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.adaptive import AdaptivePages
 from hicache.backends.base import SetOutcome
 from hicache.backends.file import FileDriver
 from hicache.backends.memory import MemoryDriver
+from hicache.backends.order import AdaptivePages
 from hicache.backends.store import Store
 from hicache.frame import FrameCodec
 from hicache_lab.conformance import (

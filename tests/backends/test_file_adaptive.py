@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from hicache.backends.adaptive import OPEN_MAX
 from hicache.backends.base import SetOutcome
+from hicache.backends.order import OPEN_MAX
 from hicache.tournament import PASSED_MAX
 from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import HIT, NAMESPACE, STORED, Subject, exists, full_frames, load, make_keys, store_chain

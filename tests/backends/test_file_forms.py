@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.base import SetOutcome
-from hicache.backends.tools.page_file import inspect_page
-from hicache.backends.tools.verify import PageKeys, encoding_name, tag_name
+from hicache.backends.tools.verify import PageKeys, encoding_name, inspect_page, tag_name
 from hicache.frame import FrameCodec
 from hicache_lab.conformance import (
     CORRUPT,

@@ -411,7 +411,7 @@ def test_with_a_cycle_in_the_index_a_full_store_takes_no_pages(tmp_path: Path) -
 def test_the_index_never_holds_a_cycle(tmp_path: Path, seed: int) -> None:
     dice, keys, path = rng(seed), make_keys(8), tmp_path / "index.sqlite"
     path.touch()
-    index = Index.create(str(path))
+    index = Index(str(path), create=True)
     index.begin()
     for number in range(300):
         key, parent = dice.choice(keys), dice.choice([None, *keys])

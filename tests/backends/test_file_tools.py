@@ -12,8 +12,7 @@ import pytest
 
 from hicache.backends.file.inspection import FileInspection
 from hicache.backends.stored import StoredPages
-from hicache.backends.tools.page_file import inspect_page
-from hicache.backends.tools.verify import NO_KEYS, tag_name, verify_stored
+from hicache.backends.tools.verify import NO_KEYS, inspect_page, tag_name, verify_stored
 from hicache.errors import BackendUnavailable
 from hicache.frame import HEADER_BYTES, FrameCodec, TagKind
 from hicache_lab.conformance import (

@@ -6,8 +6,7 @@ from collections.abc import Callable, Collection
 
 import pytest
 
-from hicache.backends.adaptive import AdaptivePages
-from hicache.backends.order import PAGES_AT_ONCE, EvictionOrder
+from hicache.backends.order import PAGES_AT_ONCE, AdaptivePages, EvictionOrder
 from hicache.errors import InvariantError
 from hicache_lab.conformance import make_keys
 from tests.seeds import rng, seeds

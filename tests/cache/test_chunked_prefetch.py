@@ -197,7 +197,7 @@ def test_the_load_of_another_request_does_not_end_a_prefetch_without_a_name(back
     world, others = full_l1(backend)
     assert world.cache.prefetch_from_storage("", KEY)
     world.until(lambda: world.cache.tree.host_pages == HOST_PAGES // 2)
-    world.cache._prefetcher.chunked.loaded(Load(NO_PAGES, NO_PAGES, 0))
+    world.cache._prefetcher.share.loaded(Load(NO_PAGES, NO_PAGES, 0))
     world.cache.cache_finished_req(others, None)
     assert pages_from_storage(world, "") == PAGES
 

@@ -247,7 +247,7 @@ def waiting_for_room() -> tuple[World, GatedLookups]:
     """Return a world in which "a" waits for room behind "other", and the first pages of "a" have left L1 and L2."""
     backend = store_of(KEY, prompt(*range(11, 15)))
     world = world_of(backend, threshold_pages=1, host_share=4 / 400)
-    world.cache._prefetcher.chunked.promote = None
+    world.cache._prefetcher.share.promote = None
     world.serve("prefix", prompt(*range(1, 6)))
     world.settle()
     world.prefetch("other", prompt(*range(11, 15)))

@@ -268,7 +268,7 @@ def test_waiting_prefetches_end_when_the_cache_is_cleared_or_the_store_detached(
     assert all(world.cache.check_prefetch_progress(rid) for rid in "abcd")
     assert world.cache.statistics().prefetches_waiting == 0
     prefetcher = world.cache._prefetcher  # an operation in flight may end after the next step
-    world.until(lambda: not prefetcher._operations and not prefetcher._share.arrived_pages)
+    world.until(lambda: not prefetcher._operations and not prefetcher.share.arrived_pages)
 
 
 # Room on L2
@@ -332,14 +332,14 @@ def test_a_prefetch_that_waits_for_room_holds_no_pages() -> None:
 def test_of_a_stored_prefix_longer_than_the_share_the_pages_that_fit_are_read() -> None:
     long = prompt(*range(1, 25))
     world = world_of(store_of(long), host_share=0.25)
-    world.cache._prefetcher.chunked.promote = None  # otherwise the other pages would follow through L1
+    world.cache._prefetcher.share.promote = None  # otherwise the other pages would follow through L1
     assert world.serve("a", long).storage_hit_tokens == 32
 
 
 def test_if_no_other_prefetch_will_free_room_the_pages_that_fit_are_read() -> None:
     long = prompt(*range(1, 17))
     world = world_of(store_of(long), host_share=1.0)
-    world.cache._prefetcher.chunked.promote = None
+    world.cache._prefetcher.share.promote = None
     kept = prompt(*range(900, 920))
     world.serve("kept", kept)
     world.settle()
@@ -394,7 +394,7 @@ def test_a_lookup_that_ends_in_the_step_of_a_read_does_not_get_the_room_of_its_p
     backend.reads.set()
     wait_for(lambda: world.controller._storage._finished.qsize() == 2)
     world.step()
-    assert world.cache._prefetcher._share.free_pages >= 0
+    assert world.cache._prefetcher.share.free_pages >= 0
     assert world.attempt("a", PROMPTS[0]).storage_hit_tokens == 32
     world.arrive("b")
     assert world.attempt("b", PROMPTS[1]).storage_hit_tokens == 32
@@ -406,7 +406,7 @@ def world_whose_l1_is_held() -> tuple[World, dict[str, RadixKey]]:
     keys = {rid: prompt(*range(first, first + 20)) for rid, first in (("a", 1), ("b", 101))}
     store = store_of(*keys.values())
     world = World(device_pages=33, host_pages=8, backend=store, config=configuration(host_share=1.0))
-    world.cache._prefetcher.chunked.promote = None
+    world.cache._prefetcher.share.promote = None
     for key in keys.values():
         part = key.head(64)
         world.cache.cache_finished_req(world.begin("first", part), part)
@@ -415,7 +415,7 @@ def world_whose_l1_is_held() -> tuple[World, dict[str, RadixKey]]:
         assert world.cache.prefetch_from_storage(rid, key)
     world.until(lambda: all(map(world.cache.check_prefetch_progress, keys)))
     world.settle()
-    assert world.cache._prefetcher._share.arrived_pages == 8
+    assert world.cache._prefetcher.share.arrived_pages == 8
     return world, keys
 
 
@@ -444,9 +444,9 @@ def test_a_running_request_gets_the_room_on_l1_that_arrived_pages_hold() -> None
 def test_a_request_that_starts_again_does_not_wait_for_one_that_waits_for_its_room(turn: str) -> None:
     key, other = prompt(*range(1, 25)), prompt(*range(101, 109))
     world = World(device_pages=64, host_pages=32, backend=store_of(key, other), config=configuration(host_share=0.25))
-    world.cache._prefetcher.chunked.promote = None
+    world.cache._prefetcher.share.promote = None
     world.prefetch("a", key.head(33))
-    assert world.cache._prefetcher._share.free_pages == 0
+    assert world.cache._prefetcher.share.free_pages == 0
     key_b = key if turn == "follows" else other
     assert world.cache.prefetch_from_storage("b", key_b)
     if turn == "follows":
@@ -465,13 +465,13 @@ def test_a_request_that_starts_again_and_waits_for_its_turn_releases_its_pages()
     backend = store_of(key, PROMPTS[5])
     world = world_of(backend, operations_max=1)
     world.prefetch("a", key.head(33))
-    assert world.cache._prefetcher._share.arrived_pages == 8
+    assert world.cache._prefetcher.share.arrived_pages == 8
     backend.reads.clear()
     world.cache.prefetch_from_storage("b", PROMPTS[5])
     assert world.cache.prefetch_from_storage("a", key)
     waiting = world.cache._prefetcher._table.get("a")
     assert waiting is not None and waiting.state is State.QUEUED
-    assert world.cache._prefetcher._share.arrived_pages == 0
+    assert world.cache._prefetcher.share.arrived_pages == 0
     backend.reads.set()
     world.arrive("b", "a")
     assert world.attempt("a", key).storage_hit_tokens == 64

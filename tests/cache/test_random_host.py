@@ -164,6 +164,10 @@ class RandomHost:
             self.end_write()
             self.end_load()
             self.audit()
+        self.close()
+
+    def close(self) -> None:
+        """Close the cache, from which no request has anything now."""
         self.world.close()
 
     def audit(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +64,9 @@ def test_a_file_without_attention_is_rejected(text: str, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_a_token_has_as_many_bytes_as_in_the_model(name: str) -> None:
-    assert PRESETS[name].geometry(64).token_bytes == KV_BYTES[name]
+    assert replace(PRESETS[name], page_size=64).token_bytes == KV_BYTES[name]
 
 
 @pytest.mark.parametrize("name", list(PRESETS))
 def test_a_page_is_made_of_whole_words_at_every_page_size(name: str) -> None:
-    assert all(PRESETS[name].geometry(size).block_bytes % 8 == 0 for size in (1, 16, 64, 256))
+    assert all(replace(PRESETS[name], page_size=size).block_bytes % 8 == 0 for size in (1, 16, 64, 256))

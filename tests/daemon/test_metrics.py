@@ -17,9 +17,8 @@ from hicache.backends.guard import HealthState
 from hicache.backends.guard.health import problem
 from hicache.backends.storage import unopened
 from hicache.daemon import gate
-from hicache.daemon.calls import LIMITS
 from hicache.daemon.metrics import DAEMON_METRICS, NAMESPACE_METRICS, daemon_collector
-from hicache.daemon.statistics import ClientStatistics, NodeStatistics, SharingStatistics
+from hicache.daemon.statistics import LIMITS, ClientStatistics, NodeStatistics, SharingStatistics
 from hicache.metrics.spec import LABELS, MetricSpec
 from hicache.metrics.stores import STORE_METRICS
 from tests.daemon.daemons import Client, Daemon, keys_of, write

@@ -18,8 +18,8 @@ from hicache.backends.storage import Storage
 from hicache.config import HiCacheConfig
 from hicache.config.daemon import DaemonConfig
 from hicache.daemon.namespace import ServedNamespace
-from hicache.daemon.node import NamespaceRequest, Node, pool_bytes_of
-from hicache.daemon.refusal import Refused
+from hicache.daemon.node import Node, pool_bytes_of
+from hicache.daemon.protocol import OpenNamespace, Refused
 from hicache.daemon.shared_slot import SharedSlot
 from hicache.daemon.statistics import NamespaceStatistics
 from hicache.errors import BackendUnavailable, ConfigError
@@ -42,7 +42,7 @@ from tests.backends._subjects import doorless
 from tests.waiting import WAIT_S, wait_for
 
 DIGEST = b"n" * 32
-REQUEST = NamespaceRequest(5000, 0, "")
+REQUEST = OpenNamespace(payload_bytes=5000)
 REASON = "redis at cache.example: connection refused;\n start the server"
 
 
@@ -227,7 +227,7 @@ def test_at_the_limit_a_namespace_with_calls_in_flight_is_not_closed(
 def test_at_the_limit_a_namespace_without_engines_gives_way_first(make: Callable[..., tuple[Node, Opener]]) -> None:
     node, _ = make(namespaces_max=2)
     for digest, engine in ((b"a" * 32, ""), (b"b" * 32, "b0")):
-        node.open(digest.hex(), NamespaceRequest(5000, 0, "", engine), node.clock() + WAIT_S)
+        node.open(digest.hex(), REQUEST, node.clock() + WAIT_S, engine)
     node.release((b"b" * 32).hex(), "b0", node.clock() + WAIT_S)
     opened(node, b"c" * 32)
     assert [namespace.digest for namespace in node.namespaces()] == [(b"a" * 32).hex(), (b"c" * 32).hex()]

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.adaptive import AdaptivePages
 from hicache.backends.base import Usage
+from hicache.backends.order import AdaptivePages
 from hicache.daemon.hot import EPOCH_BATCHES
 from hicache.daemon.pool import DaemonPool, PooledPage, PoolSpace
 from hicache.errors import InvalidInput, InvariantError

@@ -11,9 +11,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from hicache.backends.adaptive import AdaptivePages
 from hicache.backends.base import GetOutcome, SetOutcome
 from hicache.backends.calls import Call
+from hicache.backends.order import AdaptivePages
 from hicache.backends.pages import PageReads
 from hicache.backends.storage import Storage
 from hicache.backends.store import UNGUARDED, Store

@@ -226,6 +226,24 @@ def test_a_daemon_that_hangs_dies_and_comes_back_costs_only_hits(
     assert again() == [{}] * 2
 
 
+def test_retained_pages_stay_while_others_pass(engine: TreeProcess, llama: Path) -> None:
+    """Host memory has room for ten prompts. Without the hint, it keeps ten of the others."""
+    engine.begin_without_cache(llama)
+    asked = prompts("retained", 2)
+    expected = tokens(engine.ask(asked))
+    engine.begin(llama, {"host": {"tokens": 10 * CACHED}})
+    action = {"action_id": "1", "action_type": "kv.retain", "action_version": "1.0", "payload": {"ttl_s": 300}}
+    hints = {"protocol_version": "0.1", "message_id": "", "actions": [action]}
+    found = []
+    for turn, kv_hints in zip(asked, (None, hints), strict=True):
+        engine.ask([turn], kv_hints=kv_hints)
+        for other in prompts(f"others of {turn[0]}", 14):
+            engine.ask_together([{"prompt": other}], tokens=1)
+        found += engine.ask([turn])
+    assert tiers(found) == [{}, FROM_L2]
+    assert tokens(found) == expected
+
+
 def test_processes_that_sglang_spawns_have_the_tree(llama: Path, tmp_path: Path) -> None:
     """The other engines fork their processes, which inherit what the first one has imported."""
     asked = prompts("spawned", 1)
@@ -262,6 +280,7 @@ def test_operators_find_pin_and_warm_a_prompt_and_read_the_prefill_speed(
         assert metric("hicache_break_even_prefill_tokens_per_second") > 0
         found = ctl("lookup", "--tokens", str(prompt))
         assert found.count("device, file") == CACHED // PAGE_TOKENS
+        assert ctl("hint", "kv.retain", "--tokens", str(prompt)) == "kv.retain: accepted: 18 pages, 1m\n"
         ctl("pin", "--tokens", str(prompt), "--ttl", "1h")
         assert metric("hicache_pinned_bytes") > 0
         engine.flush()

@@ -13,6 +13,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -169,6 +170,28 @@ def test_after_a_warm_up_the_first_request_hits_host_memory(
     from_files = vllm.call("metrics").get("vllm:prompt_tokens_cached_by_source disk", 0)
     assert generate(vllm, asked) == ([cold], [IN_PAGES])
     assert vllm.call("metrics").get("vllm:prompt_tokens_cached_by_source disk", 0) == from_files
+
+
+def test_hints_of_the_python_api_name_the_session_that_later_hints_find(
+    vllm: EngineProcess, vllm_folder: Path
+) -> None:
+    """test_vllm_hints.py has those of the HTTP server."""
+
+    def hint(action: str, session: str, code: int = 0) -> tuple[str, int]:
+        (outcome,) = ctl.quick("--json", "hint", action, "--session", session, code=code).json
+        return outcome["status"], outcome["pages"]
+
+    def from_files() -> float:
+        return float(vllm.call("metrics").get("vllm:prompt_tokens_cached_by_source disk", 0))
+
+    ctl, read = Ctl(("--socket", str(vllm_folder / "admin" / "engine.sock"))), from_files()
+    turn: dict[str, Any] = {"prompts": [prompt("hinted")], "hints": {"session.turn": {"session_id": "an agent"}}}
+    (cold,) = vllm.call("generate", **turn)
+    assert hint("kv.pin", "an agent") == ("accepted", PAGES)
+    in_storage_only(vllm, "hinted")
+    assert vllm.call("generate", **turn) == [{**cold, "cached": IN_PAGES}] and from_files() == read
+    assert hint("kv.release", "an agent") == ("accepted", PAGES)
+    assert hint("kv.release", "unknown", code=1) == ("missing", 0)
 
 
 def test_zeroed_frames_change_the_tokens(vllm: EngineProcess, store: Path) -> None:

@@ -107,7 +107,10 @@ READ = {
     "vllm.v1.metrics.cache_hit_source:CacheHitSource": "HOST DISK",
     "vllm.v1.outputs:KVConnectorOutput": "kv_connector_worker_meta",
     "vllm.v1.request:Request": "request_id num_computed_tokens block_hashes skip_reading_prefix_cache num_tokens "
-    "trace_headers lora_request all_token_ids mm_features cache_salt prompt_embeds",
+    "trace_headers lora_request all_token_ids mm_features cache_salt prompt_embeds kv_hints kv_transfer_params",
+    "vllm.v1.kv_hints:KvHintAction": "action_id action_type action_version payload",
+    "vllm.v1.kv_hints:KvHintsEnvelope": "protocol_version message_id actions",
+    "vllm.v1.kv_offload.base:ReqContext": "req_id kv_hints kv_transfer_params",
 }
 
 

@@ -23,6 +23,7 @@ from tests.waiting import wait_for
 with warnings.catch_warnings():  # from vLLM and its imports
     warnings.simplefilter("ignore")
     from vllm.v1.core import kv_cache_utils
+    from vllm.v1.kv_hints import KvHintsEnvelope
     from vllm.v1.kv_offload.base import (
         LookupResult,
         Medium,
@@ -177,6 +178,18 @@ def test_chunks_are_stored_and_loaded_through_the_adapter(primary: Primary) -> N
     primary.tier.on_request_finished(request)
     primary.tier.drain_jobs()
     assert LookupResult.HIT not in primary.find(keys, ReqContext("s"))
+
+
+def test_hints_are_a_warning_once(primary: Primary, caplog: pytest.LogCaptureFixture) -> None:
+    primary.tier.on_new_request(ReqContext("none", kv_transfer_params={}))
+    assert not caplog.records
+    for name in ("kv_hints", "kv_hint"):
+        primary.tier.on_new_request(ReqContext(name, kv_transfer_params={name: {"actions": []}}))
+        primary.tier.on_new_request(ReqContext(name, kv_hints=KvHintsEnvelope("0.1", "", [])))
+    assert [record.getMessage() for record in caplog.records] == [
+        "vllm tier: hints are not carried out, because vLLM itself evicts from its host memory; models with full "
+        "attention have them with HiCacheConnector"
+    ]
 
 
 def test_stored_chunks_are_announced_until_they_are_gone(primary: Primary, tmp_path: Path) -> None:

@@ -66,6 +66,7 @@ def hicache_connector(config: Path, **extra: object) -> dict[str, object]:
 def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     from vllm import LLM, SamplingParams, TokensPrompt  # noqa: PLC0415
     from vllm.lora.request import LoRARequest  # noqa: PLC0415
+    from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope  # noqa: PLC0415
 
     llm = LLM(**options)
     engine = llm.llm_engine
@@ -74,9 +75,15 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
     numbers = itertools.count(1)
     outputs: dict[str, dict[str, object]] = {}
 
-    def add(prompts: list[list[int]], tokens: int = 8, salt: str | None = None, lora: str | None = None) -> list[str]:
-        """Add requests without running them, with the adapter in the folder `lora`. Return their names."""
+    def add(
+        prompts: list[list[int]], tokens: int = 8, salt: str | None = None, lora: str | None = None,
+        hints: dict[str, dict[str, Any]] | None = None,
+    ) -> list[str]:
+        """Add requests without running them, with the adapter in the folder `lora`, and `hints`: payloads by action.
+        Return their names."""
         adapter = None if lora is None else LoRARequest("an adapter", 1, lora)
+        actions = [KvHintAction(kind, kind, "1.0", payload) for kind, payload in (hints or {}).items()]
+        envelope = KvHintsEnvelope("0.1", "", actions) if actions else None
         names = []
         for prompt in prompts:
             names.append(f"test-{next(numbers)}")
@@ -84,7 +91,7 @@ def start(options: dict[str, Any]) -> Mapping[str, Callable[..., object]]:
             if salt is not None:
                 asked["cache_salt"] = salt
             sampling = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-            engine.add_request(names[-1], asked, sampling, lora_request=adapter)
+            engine.add_request(names[-1], asked, sampling, lora_request=adapter, kv_hints=envelope)
         return names
 
     def run(names: list[str], steps_max: int | None = None) -> list[dict[str, object] | None]:

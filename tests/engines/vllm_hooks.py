@@ -61,4 +61,4 @@ def _is_meant(rank: int | None) -> bool:
 
 
 def _side() -> Any:
-    return get_kv_transfer_group()._worker.side
+    return get_kv_transfer_group()._worker

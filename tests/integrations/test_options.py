@@ -5,13 +5,14 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from hicache import model_fingerprint
 from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput
-from hicache.integrations.options import engine_config, known_options, model_identity
+from hicache.integrations.options import engine_config, hints_of, known_options, model_identity
 
 FLAG = "--options"
 
@@ -94,3 +95,22 @@ def test_weights_that_cannot_be_identified_are_rejected() -> None:
         model_identity(FLAG, {}, "org/model", None)
     with pytest.raises(InvalidInput, match="model"):
         model_identity(FLAG, {"model": 7}, "org/model", None)
+
+
+@pytest.mark.parametrize(
+    ("hints", "params", "expected"),
+    [
+        (None, None, None),
+        (None, {}, None),
+        (None, {"do_remote_decode": True}, None),
+        (None, {"kv_hints": {"actions": []}}, {"actions": []}),
+        (None, {"kv_hint": {"actions": []}}, {"actions": []}),
+        (None, {"kv_hints": "first", "kv_hint": "second"}, "first"),
+        ("of the request", {"kv_hints": "of the transfer"}, "of the request"),
+        (None, {"kv_hints": 7}, 7),  # rejected by the cache
+    ],
+)
+def test_hints_of_a_request_are_its_own_or_those_of_its_transfer(
+    hints: object, params: dict[str, object] | None, expected: object
+) -> None:
+    assert hints_of(SimpleNamespace(kv_hints=hints, kv_transfer_params=params)) == expected

@@ -6,7 +6,7 @@ from array import array
 
 import pytest
 
-from hicache.integrations.sglang_tree.keys import prompt_key
+from hicache.integrations.sglang_tree.views import prompt_key
 from hicache.keys import RadixKey
 
 PAGE = 4

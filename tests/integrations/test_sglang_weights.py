@@ -26,7 +26,6 @@ TRIES = 8
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Use pieces of 64 bytes, so that a small tensor has several."""
     monkeypatch.setattr(weights, "_WORDS_MAX", 16)
-    monkeypatch.setattr(weights, "_SUMS_MIN", 2)
 
 
 class Model(torch.nn.Module):

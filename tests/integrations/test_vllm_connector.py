@@ -12,6 +12,7 @@ import pytest
 from hicache.integrations.vllm.forwards import Forward
 from hicache.integrations.vllm.jobs import Report
 from hicache.integrations.vllm.scheduler import SchedulerSide
+from tests.spans import HEADERS, TRACE_ID, Spans, trace_of
 from tests.waiting import wait_for
 
 from .vllm_driver import Engine, engine_on
@@ -137,6 +138,42 @@ def test_a_request_whose_adapter_is_not_identified_in_time_shares_no_pages(tmp_p
         assert late.matched == 0
         engine.forget_device()
         assert engine.serve(PROMPT, adapter="one 1").matched == 20
+
+
+# Hints
+
+
+@pytest.mark.parametrize("preempted", [False, True])
+def test_hints_of_a_request_are_carried_out_when_its_last_pages_are_on_the_host(
+    tmp_path: Path, preempted: bool
+) -> None:
+    action = {"action_id": "1", "action_type": "kv.pin", "payload": {"session_id": "an agent"}}
+    with engine_on(tmp_path, NAME) as engine:
+        request = engine.request(PROMPT, 12, kv_transfer_params={"kv_hints": {"actions": [action]}})
+        engine.start(request)
+        if preempted:
+            engine.reset(weights=False)
+        engine.hold("save")
+        wait_for(lambda: request.status == "finished", engine.step)
+        assert engine.cache.statistics().hints == {("kv.pin", "deferred"): 1}
+        engine.release("save")
+        engine.run(request)
+        assert engine.cache.statistics().hints[("kv.pin", "accepted")] == 1
+        assert engine.cache.statistics().pinned_pages == len(request.tokens) // BLOCK
+
+
+def test_the_spans_of_hints_are_in_the_trace_of_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = Spans(monkeypatch)
+    actions = [{"action_id": "1", "action_type": kind} for kind in ("kv.retain", "kv.fetch")]
+    with engine_on(None, NAME) as engine:
+        engine.serve(PROMPT, kv_transfer_params={"kv_hint": {"actions": actions}}, trace_headers=HEADERS)
+    assert spans.named("hint") == [
+        {"action": "kv.retain", "outcome": "deferred", "pages": 0},
+        {"action": "unknown", "outcome": "rejected", "pages": 0},
+        {"action": "kv.retain", "outcome": "accepted", "pages": 5},
+    ]
+    assert {trace_of(span) for span in spans.ended if span.name == "hicache.hint"} == {TRACE_ID}
+    spans.check()
 
 
 # Loads

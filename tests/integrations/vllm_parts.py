@@ -106,6 +106,8 @@ class Request:
     identified: bool = True  # otherwise a test sets the result of `identity`
     skip_reading_prefix_cache: bool = False
     trace_headers: Mapping[str, str] | None = None
+    kv_hints: object = None
+    kv_transfer_params: Mapping[str, Any] | None = None
     num_computed_tokens: int = 0
     status: str = "waiting"  # loading, running, finished
     blocks: list[int] = field(default_factory=list)
@@ -118,6 +120,7 @@ class Request:
     aborted: bool = False
 
     def __post_init__(self) -> None:
+        self.cache_salt = self.salt or None
         self._kv: dict[int, Any] = {}
         self.identity: Future[str] | None = None if self.adapter is None else Future()
         if self.identity is not None and self.identified:

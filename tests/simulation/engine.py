@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
 from functools import partial
+from typing import Any
 
 import numpy as np
 
 from hicache.cache.prefetch_states import AT_REST, State
 from hicache.errors import TransferError
+from hicache.hints import KINDS
 from hicache.keys import RadixKey, namespace_seed
 from hicache.tiers import Transfer
 from hicache.types import NO_PAGES, PageIds
+from tests.cache.hinting import action
 from tests.simulation.memory import JUNK, Finding
 from tests.simulation.setting import Parts, Running, Span, Waiting
 from tests.simulation.world import World
@@ -25,6 +30,8 @@ class Engine(World):
 
     def __init__(self, seed: int, parts: Parts) -> None:
         super().__init__(seed, parts)
+        self.hints = Counter[tuple[str, str]]()  # outcomes of hints without a request
+        self._hint_numbers = random.Random(seed)
         self.verified_pages = 0  # pages of which all layers were compared
         self.verified_slots = 0
         self._crowded = False
@@ -43,6 +50,8 @@ class Engine(World):
         waiting = Waiting(f"r{self._arrivals}", tokens, seed)
         self._arrivals += 1
         self.waiting.append(waiting)
+        if self.parts.hints:
+            self._hint_request(waiting)
         if self.random.random() < 0.9:
             self._prefetch(waiting)
 
@@ -358,6 +367,46 @@ class Engine(World):
         self.cache.poll()
         if any(pin.active for pin in due):
             raise Finding("pin", "an expired pin is still active")
+
+    def hint(self) -> None:
+        """Send a hint about a conversation or a session, and compare its outcome with the tree."""
+        numbers = self._hint_numbers
+        if not self._talks:
+            return
+        tokens, seed = numbers.choice(self._talks)
+        tokens = tokens[: numbers.randint(2, len(tokens))]
+        kind, target = self._drawn_hint()
+        if is_explicit := numbers.random() < 0.7:
+            target["tokens"] = tokens
+        if seed:
+            target["cache_salt"] = "tenant"
+        key = self.key(tokens, seed)
+        before = self.cache.tree.peek(key)
+        (found,) = self.cache.hint({"actions": [action(kind, **target)]})
+        after = self.cache.tree.peek(key)
+        self.hints[kind, found.status.value] += 1
+        if is_explicit and kind != "kv.prefetch" and (found.status == "missing") != (sum(before) == 0):
+            raise Finding("hint", f"{found}, but the tree had {before}")
+        if is_explicit and found.pages > key.pages(self.cache.page_size):
+            raise Finding("hint", f"{found} for {key}")
+        if is_explicit and (kind == "kv.demote") < (after != before):
+            raise Finding("hint", f"{found} changed {before} to {after}")
+
+    def _hint_request(self, waiting: Waiting) -> None:
+        actions = [self._drawn_hint() for _ in range(self._hint_numbers.choice([0, 0, 1, 3]))]
+        self.cache.hint({"actions": [action(kind, **payload) for kind, payload in actions]}, waiting.rid)
+
+    def _drawn_hint(self) -> tuple[str, dict[str, Any]]:
+        """Return an action and its payload, for the last prompt of a session or a request."""
+        numbers = self._hint_numbers
+        kind = numbers.choice(list(KINDS))
+        payload = {
+            "session_id": numbers.choice([None, "s", "t", "u"]), "ttl_s": numbers.choice([0.01, 1.0, 300.0]),
+            "value": numbers.choice([0.1, 1.0]), "needed_in_s": numbers.choice([0.0, 0.3, 5.0]),
+            "destination": numbers.choice(["host", "storage" if kind == "kv.demote" else "device"]),
+            "expected_s": numbers.choice([0.0, 0.1, 5.0]), "source": numbers.choice("ab"),
+        }
+        return kind, payload
 
     def clear(self) -> None:
         self.cache.clear()

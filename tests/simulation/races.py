@@ -234,7 +234,7 @@ class _FailsStuckJobs(SimulatedWorkers[Any]):
 
     def _substitute_run(self, run: Any) -> None:
         super()._substitute_run(run)
-        self._fail(run.job)
+        self.fail(run.job)
         self.acknowledge(run.job)
 
     def _end(self, run: Any) -> None:

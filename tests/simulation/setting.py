@@ -169,13 +169,15 @@ def _choices(section: type[Section], entry: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """The parts of a simulation. A planted race replaces one of them, or changes the finished cache with `after`."""
+    """The parts of a simulation. A planted race replaces one of them, or changes the finished cache with `after`. With
+    `hints`, requests and others send hints; the other actions of a seed are drawn as without."""
 
     draw: Callable[[random.Random], Setting] = Setting.draw
     copies: type[SimulatedCopyEngine | StreamedCopyEngine] = SimulatedCopyEngine
     workers: type[SimulatedWorkers[Any]] = SimulatedWorkers
     controller: type[HiCacheController] = HiCacheController
     waits_for_layers: bool = True
+    hints: bool = False
     after: Callable[[HiRadixCache], None] = lambda cache: None
 
 

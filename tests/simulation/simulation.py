@@ -7,6 +7,7 @@ to `Engine` and a row to `ACTIONS`.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable
 from functools import partial
@@ -37,6 +38,8 @@ class Simulation(Engine):
         self._weights = list(
             accumulate(action.weight * (1 if action.core else self.random.choice(SWARM)) for action in ACTIONS)
         )
+        if parts is not None and parts.hints:
+            self._weights[-1] += HINT_WEIGHT
 
     def run(self) -> None:
         """Run all steps, then let all work complete. Raises Finding."""
@@ -93,6 +96,7 @@ class Simulation(Engine):
 
     def _settle(self) -> None:
         """Let all work complete, then check that nothing is left."""
+        self.cache._hints._timers.advance(math.inf)  # prefetches that are due later start now
         for _ in range(DRAIN_ROUNDS_MAX):
             if self._is_at_rest():
                 break
@@ -103,6 +107,7 @@ class Simulation(Engine):
             raise Finding("stuck", f"{counts}, {self.cache.statistics()}")
         for pin, _ in self.auditor.pins:
             pin.release()
+        self.cache._pins.clear()  # those of hints
         if not self.copies.failed:
             self.auditor.device()
             self.auditor.at_rest()
@@ -115,6 +120,8 @@ class Simulation(Engine):
     def _is_at_rest(self) -> bool:
         """True if no request waits or runs, no operation is in flight, and only the store of this epoch is open."""
         if self.waiting or self.running or not (self.controller.idle and self.device.stream.fence().query()):
+            return False
+        if self.cache._hints._fetches:  # their pages are held
             return False
         if any(group.queued for group in self.workers):  # such as a report of uses, which is not an operation
             return False
@@ -179,7 +186,9 @@ ACTIONS = [
     Action("others store", 8, Simulation.others_store, world=True),
     Action("harm store", 1, Simulation.harm_store, world=True),
     Action("switch storage", 0.5, Simulation.switch_storage),
+    Action("hint", 0, Simulation.hint, core=True),  # only with `Parts.hints`
 ]
+HINT_WEIGHT = 25
 # Seeds that differ in which actions are frequent or missing reach more states than equal ones (Groce et al., "Swarm
 # testing", ISSTA 2012).
 SWARM = (0, 1, 1, 3)

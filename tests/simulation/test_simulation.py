@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from hicache.cache.prefetch_states import RULES, State
 from hicache.cache.statistics import CacheStatistics
+from hicache.hints import KINDS
 from tests.seeds import seeds
 from tests.simulation.memory import Finding
 from tests.simulation.races import RACES, Race
@@ -22,6 +25,7 @@ SEEDS = 500
 LONG_SEEDS = 200
 STREAMED_SEEDS = 100
 POOLED_SEEDS = 60
+HINTED_SEEDS = 25
 BLOCK = 100  # seeds in one test
 
 
@@ -90,6 +94,22 @@ def test_every_page_and_slot_is_correct_with_trailing_pools() -> None:
 def test_every_page_is_correct_with_the_copy_engine_for_cuda(copies: type[StreamedCopyEngine]) -> None:
     verified = sum(simulate(seed, Parts(copies=copies)).verified_pages for seed in seeds(STREAMED_SEEDS))
     assert verified > 0
+
+
+@pytest.mark.parametrize(
+    ("draw", "count"), [(Setting.draw, HINTED_SEEDS), (Setting.draw_long, HINTED_SEEDS), (Setting.draw_pooled, 10)]
+)
+def test_every_page_is_correct_and_nothing_leaks_with_hints(
+    draw: Callable[[random.Random], Setting], count: int
+) -> None:
+    """Hints pin, retain, fetch, demote and release pages in all states of requests and operations."""
+    all_seeds, outcomes = seeds(count), Counter[tuple[str, str]]()
+    for seed in all_seeds:
+        simulation = simulate(seed, Parts(draw=draw, hints=True), stored_talks=2)
+        outcomes.update(simulation.hints)
+    usual = {(kind, "accepted") for kind in KINDS if kind != "kv.demote"}
+    usual |= {(kind, "missing") for kind in KINDS if kind != "kv.prefetch"}
+    assert len(all_seeds) < HINTED_SEEDS or usual <= outcomes.keys()
 
 
 def test_two_runs_of_a_seed_are_equal() -> None:

@@ -91,18 +91,18 @@ class SimulatedWorkers(SupervisedPool[Job]):
     def handler_failed(self, job: Job, error: Exception) -> None:
         """As the original, without the log: thousands of jobs fail on purpose."""
         self.errors[type(error).__name__] += 1
-        self._fail(job)
+        self.fail(job)
 
     def supervise(self) -> None:
         time_s = self._schedule.clock()
         for job in self._dead:
             self.errors["ThreadDied"] += 1
-            self._fail(job)
+            self.fail(job)
             self.acknowledge(job)
             self._due.append(time_s + RESTART_S_MIN)
         self._dead.clear()
         for run in self._in_flight:
-            late = time_s > run.since + self._patience_s
+            late = time_s > run.since + self.patience_s
             if late and not run.stuck and sum(other.stuck for other in self._in_flight) < SUBSTITUTES_MAX:
                 self._substitute_run(run)
         due = sum(at <= time_s for at in self._due)

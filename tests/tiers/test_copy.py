@@ -58,7 +58,8 @@ def engine(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> M
     """Each engine; the CPU engine without and with the native helper."""
     if request.param in ("direct", "staged"):
         return partial(simulated_copies, path=request.param)
-    helper = request.getfixturevalue("native").copy_rows if request.param == "cpu-native" else None
+    is_native = request.param == "cpu-native"
+    helper = request.getfixturevalue("native").copy_rows if is_native else copy_cpu.copy_in_parts
     monkeypatch.setattr(copy_cpu, "copy_rows", helper)
     return CpuCopyEngine
 

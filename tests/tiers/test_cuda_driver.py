@@ -63,7 +63,7 @@ def test_the_library_of_these_tests_has_the_signatures_of_cuda_h(tmp_path: Path)
 
 
 def test_a_batch_copies_all_rows_in_one_call_and_in_stream_order(fake_cuda: FakeCuda) -> None:
-    assert copied(fake_cuda, 1000).has_batched_copies
+    assert copied(fake_cuda, 1000)._batch is not None
     assert (fake_cuda.number("batches"), fake_cuda.number("batched")) == (1, 1000)
     assert (fake_cuda.number("order"), fake_cuda.number("flags")) == (1, 1)
     assert fake_cuda.number("stream flags") == 1, "a stream that does not wait for the default stream"
@@ -72,7 +72,7 @@ def test_a_batch_copies_all_rows_in_one_call_and_in_stream_order(fake_cuda: Fake
 @pytest.mark.parametrize("definition", ["WITHOUT_BATCH", "WITHOUT_PROC_ADDRESS"])
 def test_with_an_older_driver_copies_are_queued_one_by_one(tmp_path: Path, definition: str) -> None:
     fake = FakeCuda(tmp_path, definition)
-    assert not copied(fake, 20).has_batched_copies
+    assert copied(fake, 20)._batch is None
     assert (fake.number("batches"), fake.number("loops")) == (0, 20)
 
 

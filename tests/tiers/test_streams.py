@@ -315,7 +315,7 @@ class _EagerEngine(CudaCopyEngine):
 class _OneBatch(CudaCopyEngine):
     """Copies all pages in one call, also across registrations."""
 
-    def _make_paths(self, config: TransferConfig, slot_bytes: int) -> tuple[CopyPath, CopyPath]:
+    def _make_paths(self, config: TransferConfig, slot_bytes: int) -> list[CopyPath]:
         self._pieces.batches = lambda host_blocks: [np.arange(len(host_blocks))]  # type: ignore[method-assign]
         return super()._make_paths(config, slot_bytes)
 

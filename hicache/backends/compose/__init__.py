@@ -15,13 +15,9 @@ __all__ = ["CopyStatistics", "Levels", "Part", "Shards", "copies_of", "open_leve
 
 def open_levels(codec: FrameCodec, options: LevelsOptions, clock: Clock = SYSTEM_CLOCK) -> Levels:
     """Open storage of the type `levels`. Blocks and raises as opening each level does."""
-
-    def compose(levels: list[Part]) -> Levels:
-        return Levels(
-            codec, levels, promote=options.promote, cascade_bytes_max=options.cascade_bytes_max, clock=clock
-        )
-
-    return open_composed("levels", codec, options, compose, clock)
+    return open_composed("levels", codec, options, lambda levels: Levels(
+        codec, levels, promote=options.promote, cascade_bytes_max=options.cascade_bytes_max, clock=clock
+    ), clock)
 
 
 def open_sharded(codec: FrameCodec, options: ShardedOptions, clock: Clock = SYSTEM_CLOCK) -> Shards:

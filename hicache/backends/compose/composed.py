@@ -42,7 +42,6 @@ class Composed(StoreGroup):
 
     @property
     def stores(self) -> tuple[Store, ...]:
-        """See StoreGroup."""
         return self._stores
 
     @property
@@ -51,7 +50,6 @@ class Composed(StoreGroup):
         return list(zip(self._names, self._parts, strict=True))
 
     def watch_evictions(self, listener: EvictionListener) -> None:
-        """See StoreGroup."""
         for part in self._parts:
             part.watch_evictions(listener)
 
@@ -84,16 +82,13 @@ def open_composed(
 
     Blocks and raises as `open_spec` and `compose` do.
     """
-    with contextlib.ExitStack() as undo:
-        parts: list[Part] = []
+    parts: list[Part] = []
+    try:
         for name, spec in part_specs(type_name, options).items():
             parts.append(Part(name, open_spec(spec, codec, clock)))
-            undo.callback(_close_quietly, parts[-1])
-        composed = compose(parts)
-        undo.pop_all()
-    return composed
-
-
-def _close_quietly(part: Part) -> None:
-    with contextlib.suppress(BackendError):  # an earlier error is being raised, and that one matters
-        part.storage.close()
+        return compose(parts)
+    except BaseException:
+        for part in reversed(parts):
+            with contextlib.suppress(BackendError):  # an earlier error is being raised, and that one matters
+                part.storage.close()
+        raise

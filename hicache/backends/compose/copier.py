@@ -112,8 +112,10 @@ class Copier:
             if not run.keys or parent != run.keys[-1] or len(run.keys) == self._call_pages:
                 self._queue(run)
                 run = _Run(parent, source)
-            if source is None and self._is_too_old(pages[position]):
-                break  # the part would not serve it, and a prefix lookup stops there
+            if source is None:
+                stored_s = stored_time(header_of(pages[position]))
+                if not any(start <= stored_s <= end for start, end in [store.valid_s for store in self._part.stores]):
+                    break  # the part would not serve it, and a prefix lookup stops there
             if not self._add(run, key):
                 # A prefix lookup stops at the dropped page, so later pages would be useless.
                 self._count(dropped=len(positions) - number)
@@ -122,10 +124,6 @@ class Copier:
             if source is None:
                 self._codec.gather(pages[position], run.frames[-1])
         self._queue(run)
-
-    def _is_too_old(self, page: PageBuffer) -> bool:
-        stored_s = stored_time(header_of(page))
-        return not any(start <= stored_s <= end for start, end in [store.valid_s for store in self._part.stores])
 
     def _add(self, run: _Run, key: bytes) -> bool:
         """Add a page to a run, with a frame if it is staged. Return False if it may not be copied now."""

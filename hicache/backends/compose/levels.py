@@ -33,11 +33,13 @@ from ..chains import parent_in
 from ..storage import Storage
 from .composed import Composed, Part
 from .copier import Copier, CopyStatistics
-from .interleave import interleaved_prefix
 
 # `close` writes waiting copies for at most this long. An engine has 5 s for its whole shutdown, and a call of a hanging
 # level may take 3 s.
 CLOSE_COPIES_S = 1.5
+# The limit of lookups for a prefix. Usually one level has the whole prefix, or one its head and another its tail: 3
+# lookups with two levels. If pages alternate more often between levels, the answer is the pages found so far.
+LOOKUPS_MAX = 16
 
 # Two levels' outcomes of one page are combined into the one that is earlier in this order. ERROR precedes CORRUPT and
 # MISS because a failed level may have the page.
@@ -117,7 +119,10 @@ class Levels(Composed):
             if not missing:
                 break
         if self._promotes:
-            parents = _parents_read(keys, pages, outcomes)
+            # The batch is in chain order, so only the parent of the first page comes from its header. A header that
+            # names a page of the batch is ignored as false: any process that can write the store could have written it.
+            header = FrameHeader.parse(header_of(pages[0])) if outcomes[0] is GetOutcome.HIT else None
+            parents = parents_of(keys, None if header is None else parent_outside(keys, parent_in(header)))
             for copier, positions in zip(self._copiers, lacking, strict=False):
                 copier.submit([p for p in positions if outcomes[p] is GetOutcome.HIT], keys, pages, parents)
         return outcomes
@@ -203,6 +208,22 @@ class Levels(Composed):
             copier.close()
 
 
+def interleaved_prefix(count: int, looks: Sequence[Callable[[int], int]]) -> int:
+    """Return how many of `count` pages any level has up to the first hole. `looks[n](found)` returns how many pages
+    level n has from the page `found` on.
+
+    Looks in one level after the other, each time from the first page not found so far, until no level finds more.
+    """
+    found = without = calls = 0
+    while found < count and without < len(looks) and calls < LOOKUPS_MAX:
+        more = looks[calls % len(looks)](found)
+        calls += 1
+        found += more
+        # A level that found pages stopped at one that it does not have.
+        without = 1 if more else without + 1
+    return found
+
+
 def _any_has(levels: Sequence[Storage], keys: Sequence[bytes], call: Call) -> list[bool]:
     """Return for each key whether any of `levels` has it. Looks in each level only for the keys that no earlier level
     has."""
@@ -214,16 +235,6 @@ def _any_has(levels: Sequence[Storage], keys: Sequence[bytes], call: Call) -> li
             for position, there in zip(missing, answers, strict=True):
                 found[position] = there
     return found
-
-
-def _parents_read(
-    keys: Sequence[bytes], pages: Sequence[PageBuffer], outcomes: Sequence[GetOutcome]
-) -> list[bytes | None]:
-    """Return the parent of each page of a batch that was just read. The batch is in chain order, so only the parent of
-    the first page comes from its header. A header that names a page of the batch is ignored as false: any process that
-    can write the store could have written it."""
-    header = FrameHeader.parse(header_of(pages[0])) if outcomes[0] is GetOutcome.HIT else None
-    return parents_of(keys, None if header is None else parent_outside(keys, parent_in(header)))
 
 
 def copies_of(storage: Storage, prefix: str = "") -> Mapping[str, CopyStatistics]:

@@ -117,7 +117,6 @@ class ShardCodec(FrameCodec):
     def accept(
         self, key: bytes, page: PageBuffer, stored_bytes: int, arrived: TagStream | None = None
     ) -> Damage | None:
-        """See FrameCodec."""
         return self._codec.accept(key, page, stored_bytes, arrived)
 
 
@@ -141,19 +140,25 @@ class Shards(Composed):
         # Enough threads for two verbs at once; each verb serves one part on its caller's thread.
         self._pool = SupervisedPool[Any]("shard", 2 * (len(parts) - 1))
 
-    def _on_parts(self, keys: Sequence[bytes], work: Callable[[int, list[int]], None]) -> None:
-        """Call `work(part, positions)` in parallel for each part that has any of `keys`; return when all have ended."""
+    def _on_parts(self, keys: Sequence[bytes], work: Callable[[int, list[int], list[bytes]], None]) -> None:
+        """Call `work(part, positions, its keys)` in parallel for each part that has any of `keys`; return when all have
+        ended."""
         shares = list(self.placement.positions(keys).items())
-        self._pool.run(len(shares), tracing.carried(lambda number: work(*shares[number])))
+
+        def share(number: int) -> None:
+            part, positions = shares[number]
+            work(part, positions, [keys[p] for p in positions])
+
+        self._pool.run(len(shares), tracing.carried(share))
 
     def _ask_parts(
-        self, keys: Sequence[bytes], failed: Answer, ask: Callable[[int, list[int]], list[Answer]]
+        self, keys: Sequence[bytes], failed: Answer, ask: Callable[[int, list[int], list[bytes]], list[Answer]]
     ) -> list[Answer]:
         """Return the answer for each key from its part; `failed` for the keys of a part that raises."""
         answers = [failed] * len(keys)
 
-        def work(part: int, positions: list[int]) -> None:
-            for position, answer in zip(positions, ask(part, positions), strict=True):
+        def work(part: int, positions: list[int], its: list[bytes]) -> None:
+            for position, answer in zip(positions, ask(part, positions, its), strict=True):
                 answers[position] = answer
 
         self._on_parts(keys, work)
@@ -163,8 +168,8 @@ class Shards(Composed):
         """See Verbs. One call per part."""
         holes = [len(keys)]
 
-        def look(part: int, positions: list[int]) -> None:
-            hole, its = 0, [keys[p] for p in positions]
+        def look(part: int, positions: list[int], its: list[bytes]) -> None:
+            hole = 0
             try:
                 hole = self._parts[part].batch_exists(its, deadline=call.deadline, errors=call.report)
             finally:
@@ -176,20 +181,15 @@ class Shards(Composed):
 
     def _has(self, call: Call, keys: Sequence[bytes]) -> list[bool]:
         """See Verbs. One call per part."""
-
-        def look(part: int, positions: list[int]) -> list[bool]:
-            return self._parts[part].batch_has([keys[p] for p in positions], deadline=call.deadline, errors=call.report)
-
-        return self._ask_parts(keys, False, look)
+        return self._ask_parts(keys, False, lambda part, positions, its: self._parts[part].batch_has(
+            its, deadline=call.deadline, errors=call.report
+        ))
 
     def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
         """See Verbs. Reads all parts in parallel."""
-
-        def read(part: int, positions: list[int]) -> list[GetOutcome]:
-            its, its_pages = [keys[p] for p in positions], [pages[p] for p in positions]
-            return self._parts[part].batch_get(its, its_pages, deadline=call.deadline, errors=call.report)
-
-        return self._ask_parts(keys, GetOutcome.ERROR, read)
+        return self._ask_parts(keys, GetOutcome.ERROR, lambda part, positions, its: self._parts[part].batch_get(
+            its, [pages[p] for p in positions], deadline=call.deadline, errors=call.report
+        ))
 
     def _set(
         self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None
@@ -198,11 +198,10 @@ class Shards(Composed):
         before = {} if parent is None else self._tails.get(parent, {})
         lasts: dict[int, bytes] = {}
 
-        def store(part: int, positions: list[int]) -> list[SetOutcome]:
-            its, its_pages = [keys[p] for p in positions], [pages[p] for p in positions]
+        def store(part: int, positions: list[int], its: list[bytes]) -> list[SetOutcome]:
             last = parent_outside(its, before.get(part, parent))
             answers = self._parts[part].batch_set(
-                its, its_pages, parent=last, deadline=call.deadline, errors=call.report
+                its, [pages[p] for p in positions], parent=last, deadline=call.deadline, errors=call.report
             )
             lasts[part] = its[-1]
             return answers
@@ -215,34 +214,26 @@ class Shards(Composed):
     def _touch(self, call: Call, keys: list[bytes]) -> list[bytes]:
         """See Verbs. Calls all parts in parallel."""
         missing: list[bytes] = []
-
-        def note(part: int, positions: list[int]) -> None:
-            its = [keys[p] for p in positions]
-            missing.extend(self._parts[part].batch_touch(its, deadline=call.deadline, errors=call.report))
-
-        self._on_parts(keys, note)
+        self._on_parts(keys, lambda part, positions, its: missing.extend(
+            self._parts[part].batch_touch(its, deadline=call.deadline, errors=call.report)
+        ))
         return missing
 
     def _delete(self, call: Call, keys: list[bytes]) -> int:
         """See Verbs. Removes a page only from its own part: if a different set of parts stored it elsewhere, that copy
         stays until it is evicted."""
         removed: list[int] = []
-
-        def remove(part: int, positions: list[int]) -> None:
-            its = [keys[p] for p in positions]
-            removed.append(self._parts[part].delete(its, deadline=call.deadline, errors=call.report))
-
-        self._on_parts(keys, remove)
+        self._on_parts(keys, lambda part, positions, its: removed.append(
+            self._parts[part].delete(its, deadline=call.deadline, errors=call.report)
+        ))
         return sum(removed)
 
     def _clear(self, call: Call) -> int:
         """See Verbs. Clears all parts in parallel, including pages that a different set of parts stored."""
         removed: list[int] = []
-
-        def clear(part: int) -> None:
-            removed.append(self._parts[part].clear(deadline=call.deadline, errors=call.report))
-
-        self._pool.run(len(self._parts), clear)
+        self._pool.run(len(self._parts), lambda part: removed.append(
+            self._parts[part].clear(deadline=call.deadline, errors=call.report)
+        ))
         return sum(removed)
 
     def _measure(self) -> Usage:

@@ -22,8 +22,8 @@ from typing import NamedTuple
 from .index import IndexDamaged
 from .index_file import usable_index
 from .owners import Owner
-from .pages import file_id, is_hex, look, read_start
-from .reconcile import listed, remove_temporary
+from .pages import file_id, is_hex, look, read_start, remove_temporary
+from .reconcile import listed
 from .system import OPEN_OR_CREATE_FLAGS, READ_FLAGS, System
 
 CHECKED_FILE = "checked"
@@ -77,11 +77,8 @@ def note_verified(system: System, root_fd: int, index: str) -> None:
 
 def note_closed(system: System, root_fd: int, index: str) -> None:
     """Write the stamps after a clean close. REQUIRES: no process uses the store. Raises OSError."""
-    fd = system.open(index, READ_FLAGS, dir_fd=root_fd)
-    try:
+    with system.opened(index, READ_FLAGS, dir_fd=root_fd) as fd:
         system.fsync(fd)
-    finally:
-        system.close(fd)
     _write(system, root_fd, _stamps(system, root_fd, index))
 
 
@@ -112,12 +109,9 @@ def _read(system: System, root_fd: int) -> dict[str, str]:
 
 def _write(system: System, root_fd: int, lines: Mapping[str, str]) -> None:
     """Write the file in place: after a kill or a failure in between, the missing lines are not trusted."""
-    fd = system.open(CHECKED_FILE, _REPLACE_FLAGS, dir_fd=root_fd)
-    try:
+    with system.opened(CHECKED_FILE, _REPLACE_FLAGS, dir_fd=root_fd) as fd:
         system.pwritev(fd, [memoryview("".join(f"{name} {value}\n" for name, value in lines.items()).encode())], 0)
         system.fsync(fd)
-    finally:
-        system.close(fd)
 
 
 def _sync(system: System, root_fd: int) -> None:

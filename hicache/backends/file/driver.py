@@ -32,14 +32,14 @@ from ...keys import PAGE_KEY_BYTES
 from ...logs import LimitedLog
 from ...supervised import SupervisedPool
 from ...units import format_size
-from ..adaptive import AdaptivePages
 from ..base import EvictionListener, PageId, StoredPage, Usage
 from ..driver import Answer, Incidents
 from ..errors import ErrorKind, StoreError
+from ..order import AdaptivePages
 from ..pages import PageReads, PageWrites
 from .index import Index, PageRow
 from .mounts import UNKNOWN, misplaced
-from .pages import Identity, NotThePage, PageFiles, error_name, look, page_name, remove_damaged, remove_page
+from .pages import Identity, NotThePage, PageFiles, error_name, page_name, remove_damaged, remove_page
 from .reconcile import rows_of, stored_pages
 from .store import FileStore, Removal, now_us
 from .system import System
@@ -96,11 +96,8 @@ class FileDriver:
             options.path, create=codec is not None, keep_damaged=codec is None, system=system, clock=clock
         )
         self._files = PageFiles(
-            self._store.root_fd,
-            (lambda length: True) if codec is None else codec.fits,
-            system=self._store.system,
-            direct_io=options.direct_io,
-            sync=options.sync,
+            self._store.root_fd, (lambda length: True) if codec is None else codec.fits, system=self._store.system,
+            direct_io=options.direct_io, sync=options.sync,
         )
         # An exception on one of its threads fails one page, which `PageReads` and `PageWrites` count.
         self._pool = SupervisedPool[Any]("file", options.io_threads - 1, clock=clock)
@@ -277,8 +274,8 @@ class FileDriver:
         """See Driver. Two transactions per batch; pages become visible at its end, head first."""
         self._compete(pages.codec.namespace, pages.keys, *pages.parents[:1])
         writes = FileWrites(self._store, self._files, self._capacity, self._pool, pages)
-        used_us = None if pages.used_s is None else min(int(pages.used_s * 1e6), now_us(self._clock))
-        writes.run(self._write_uses, used_us)
+        used_us = now_us(self._clock)
+        writes.run(self._write_uses, used_us if pages.used_s is None else min(int(pages.used_s * 1e6), used_us))
         if len(writes.present) < len(pages):
             self.rejection = writes.rejection
         self._note_uses(pages.codec.namespace, writes.present)
@@ -292,10 +289,7 @@ class FileDriver:
             with self._store.removing(deadline) as removal:
                 for number, key in enumerate(keys):
                     try:
-                        if found is None:
-                            removed += self._remove(removal, namespace, key)
-                        else:
-                            removed += self._remove_found(removal, namespace, key, found[number])
+                        removed += self._remove(removal, namespace, key, None if found is None else found[number])
                     except OSError as error:
                         kinds.append(error_name(error))
             if removal.error is not None:
@@ -304,23 +298,17 @@ class FileDriver:
             kinds.append(class_of(error))
         return removed, kinds
 
-    def _remove(self, removal: Removal, namespace: bytes, key: bytes) -> bool:
-        """Remove the file of a page, if there is one, and its row. Raises OSError."""
-        name = page_name(namespace.hex(), key)
-        there = self._files.present(name)
-        if there:
-            remove_page(self._store.system, self._store.root_fd, name)
-        removal.pages.append((namespace, key))
-        return there
-
-    def _remove_found(self, removal: Removal, namespace: bytes, key: bytes, found: Identity) -> bool:
-        """Remove what was found at a page's name, and not its replacement. Raises OSError."""
+    def _remove(self, removal: Removal, namespace: bytes, key: bytes, found: Identity | None) -> bool:
+        """Remove the file of a page, if there is one, and its row; with `found` only what was found at its name, and
+        not its replacement. Raises OSError."""
         system, root_fd, name = self._store.system, self._store.root_fd, page_name(namespace.hex(), key)
-        there = look(system, root_fd, name) is not None
-        remove_damaged(system, root_fd, name, found)
-        if len(key) == PAGE_KEY_BYTES and not self._files.present(name):
+        if found is not None:
+            is_gone = remove_damaged(system, root_fd, name, found)
+        elif is_gone := self._files.find(name) is not None:
+            remove_page(system, root_fd, name)
+        if found is None or (len(key) == PAGE_KEY_BYTES and self._files.find(name) is None):
             removal.pages.append((namespace, key))
-        return there and look(system, root_fd, name) is None
+        return is_gone
 
     def pages(self, namespace: str, deadline: float) -> Iterator[StoredPage]:
         """See Driver. First the files, then the rows without files. Holds the rows of the whole store until the files

@@ -139,40 +139,18 @@ class Index:
     `follows_files` is True once the transaction has made changes that correspond to changes of page files.
     """
 
-    def __init__(self, path: str, check: str = "integrity_check", beat: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self, path: str, check: str = "integrity_check", beat: Callable[[], None] | None = None, *, create: bool = False
+    ) -> None:
         """Open the index in the regular file `path`, and roll back an incomplete transaction. Verify it with SQLite's
-        pragma `check`, only its schema if that is empty. Long statements call `beat` again and again.
+        pragma `check`, only its schema if that is empty. Long statements call `beat` again and again. With `create` the
+        file is empty, and its index counts as damaged until `mark_sound` is committed.
 
         Raises IndexDamaged, sqlite3.Error for temporary errors, and OSError.
         """
         with open(path, "rb") as file:
-            header = file.read(HEADER_BYTES)
-        if not has_our_header(header):
-            raise IndexDamaged("the header of the file is not that of an index")
-        self._open(path, beat)
-        try:
-            self._prove(check)
-        except sqlite3.Error as error:
-            self.close()
-            # An unreadable index is rebuilt from the pages.
-            if code_of(error) == sqlite3.SQLITE_IOERR:
-                raise IndexDamaged(str(error)) from error
-            raise
-
-    @classmethod
-    def create(cls, path: str, beat: Callable[[], None] | None = None) -> Index:
-        """Create an empty index in the empty file at `path`. It counts as damaged until `mark_sound` is committed."""
-        index = cls.__new__(cls)
-        index._open(path, beat)
-        try:
-            for statement in ("BEGIN", *SCHEMA, "INSERT INTO totals VALUES(1, 0, 0, 0)", "COMMIT"):
-                index._run(statement)
-        except sqlite3.Error:
-            index.close()
-            raise
-        return index
-
-    def _open(self, path: str, beat: Callable[[], None] | None) -> None:
+            if not create and not has_our_header(file.read(HEADER_BYTES)):
+                raise IndexDamaged("the header of the file is not that of an index")
         self.path = path
         self.follows_files = False
         self._namespaces: dict[bytes, int] = {}
@@ -185,6 +163,18 @@ class Index:
                 self._run(f"PRAGMA {pragma}")
         except sqlite3.Error:
             self.close()
+            raise
+        try:
+            if create:
+                for statement in ("BEGIN", *SCHEMA, "INSERT INTO totals VALUES(1, 0, 0, 0)", "COMMIT"):
+                    self._run(statement)
+            else:
+                self._prove(check)
+        except sqlite3.Error as error:
+            self.close()
+            # An unreadable index is rebuilt from the pages.
+            if not create and code_of(error) == sqlite3.SQLITE_IOERR:
+                raise IndexDamaged(str(error)) from error
             raise
 
     def _prove(self, check: str) -> None:
@@ -214,9 +204,7 @@ class Index:
                 raise
             raise IndexDamaged(str(error)) from error
 
-    def _read(
-        self, checks: Sequence[Callable[[object], bool]], statement: str, values: Any = ()
-    ) -> list[Any]:
+    def _read(self, checks: Sequence[Callable[[object], bool]], statement: str, values: Any = ()) -> list[Any]:
         """Return the rows of a query, whose columns pass `checks`. Raises IndexDamaged."""
         rows = self._run(statement, values)
         for row in rows:
@@ -287,24 +275,24 @@ class Index:
         self._run("DELETE FROM pages WHERE namespace = ? AND key = ? AND writer = ?", rows, many=True)
 
     def release_all(self, writer: str) -> None:
-        """Release all reservations of a writer."""
         self._run("DELETE FROM pages WHERE writer = ? AND writer != ''", (writer,))
 
     def resize(self, namespace: bytes, lengths: Mapping[bytes, int], writer: str) -> None:
         """Set the real sizes of a writer's pages."""
         self.follows_files = True
         number = self._namespace(namespace)
-        before = self._reserved(writer)
+        _, before = self._reserved(writer)
         self._run(
             "UPDATE pages SET size = ? WHERE namespace = ? AND key = ? AND writer = ? AND size != ?",
-            [(length, number, key, writer, length) for key, length in lengths.items()],
-            many=True,
+            [(length, number, key, writer, length) for key, length in lengths.items()], many=True,
         )
-        self._run("UPDATE totals SET reserved = reserved + ?", (self._reserved(writer) - before,))
+        self._run("UPDATE totals SET reserved = reserved + ?", (self._reserved(writer)[1] - before,))
 
-    def _reserved(self, writer: str) -> int:
-        query = "SELECT coalesce(sum(size), 0) FROM pages WHERE writer = ? AND writer != ''"
-        return int(self._read((_is_count,), query, (writer,))[0][0])
+    def _reserved(self, writer: str) -> tuple[int, int]:
+        """Return the number and the bytes of a writer's reservations."""
+        query = "SELECT count(*), coalesce(sum(size), 0) FROM pages WHERE writer = ? AND writer != ''"
+        ((number, size),) = self._read((_is_count,) * 2, query, (writer,))
+        return number, size
 
     def publish(self, writer: str) -> int:
         """Turn all reservations of a writer into stored pages, after their files were renamed. Return their number:
@@ -317,19 +305,15 @@ class Index:
             " WHERE new.writer = ? AND new.writer != '')",
             (writer,),
         )
-        query = "SELECT count(*), coalesce(sum(size), 0) FROM pages WHERE writer = ? AND writer != ''"
-        ((number, size),) = self._read((_is_count,) * 2, query, (writer,))
+        number, size = self._reserved(writer)
         sums = "UPDATE totals SET pages = pages + ?, bytes = bytes + ?, reserved = reserved - ?"
         self._run(sums, (number, size, size))
         self._run("UPDATE pages SET writer = '' WHERE writer = ? AND writer != ''", (writer,))
-        return int(number)
+        return number
 
     def add(self, namespace: bytes, key: bytes, parent: bytes | None, size: int, last_use: int) -> None:
         """Add a stored page whose file was found without a row."""
-        self._run(_INSERT, {
-            "namespace": self._namespace(namespace), "key": key, "parent": parent,
-            "writer": "", "size": size, "last_use": last_use,
-        })
+        self.reserve(namespace, [key], [parent], "", size, last_use)
 
     def drop(self, namespace: bytes, key: bytes) -> bool:
         """Forget a stored page. Return False if it does not exist."""
@@ -344,8 +328,7 @@ class Index:
         number = self._namespace(namespace)
         self._run(
             "UPDATE pages SET last_use = max(last_use, ?) WHERE namespace = ? AND key = ? AND writer = ''",
-            [(use, number, key) for key, use in uses.items()],
-            many=True,
+            [(use, number, key) for key, use in uses.items()], many=True,
         )
 
     def oldest_leaf(self) -> PageRow | None:
@@ -367,7 +350,6 @@ class Index:
         return space + found[0][0] if found else None
 
     def writers(self) -> list[str]:
-        """Return all writers with reservations."""
         return [row[0] for row in self._read((_is_writer,), "SELECT DISTINCT writer FROM pages WHERE writer != ''")]
 
     def reserved_keys(self, writer: str) -> list[tuple[bytes, bytes]]:
@@ -399,14 +381,12 @@ class Index:
     def keys(self, namespace: bytes, first: bytes, last: bytes) -> list[bytes]:
         """Return the keys that `stored` returns, ten times as fast: without a look at the rows."""
         found = self._read(
-            (_is_key,),
-            "SELECT key FROM pages WHERE namespace = ? AND key BETWEEN ? AND ? AND writer = ''",
+            (_is_key,), "SELECT key FROM pages WHERE namespace = ? AND key BETWEEN ? AND ? AND writer = ''",
             (self._namespace(namespace), first, last),
         )
         return [row[0] for row in found]
 
     def all_stored(self) -> list[PageRow]:
-        """Return every stored page."""
         found = self._read(
             _PAGE_ROW,
             "SELECT n.digest, p.key, p.size, p.last_use FROM pages p JOIN namespaces n ON n.id = p.namespace"

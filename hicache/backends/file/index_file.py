@@ -19,7 +19,7 @@ import stat
 from collections.abc import Callable, Iterable
 
 from .index import JOURNAL, JOURNAL_BYTES, Index, IndexDamaged, blames_file
-from .pages import find_id, look_for_file
+from .pages import find_id, look_for_file, remove_temporary
 from .system import OPEN_OR_CREATE_FLAGS, System
 
 _log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ class IndexFile:
         name = f"index-{secrets.token_hex(4)}.sqlite"
         self._system.close(self._system.open(name, OPEN_OR_CREATE_FLAGS | os.O_EXCL, dir_fd=self._root_fd))
         try:
-            index = self._use(name, Index.create(os.path.join(self._path, name), beat))
+            index = self._use(name, Index(os.path.join(self._path, name), beat=beat, create=True))
         except (OSError, sqlite3.Error):
             with contextlib.suppress(OSError):
                 self._remove_all()
@@ -109,24 +109,15 @@ class IndexFile:
     def _allocate(self, name: str) -> None:
         """Allocate the journal, unless the disk would be full then. SQLite ignores a journal of zeros."""
         space = self._system.statvfs(self._root_fd)
-        fd = self._system.open(name, OPEN_OR_CREATE_FLAGS, dir_fd=self._root_fd)
-        try:
+        with self._system.opened(name, OPEN_OR_CREATE_FLAGS, dir_fd=self._root_fd) as fd:
             there = self._system.fstat(fd).st_size
             missing = JOURNAL_BYTES - there
             if 0 < missing <= space.f_bavail * space.f_frsize // 2:
                 self._system.pwritev(fd, [memoryview(bytes(missing))], there)
-        finally:
-            self._system.close(fd)
 
     def _remove_all(self) -> None:
         for name in index_files(self._system.listdir(self._root_fd)):
-            try:
-                self._system.unlink(name, dir_fd=self._root_fd)
-            except FileNotFoundError:
-                continue
-            except IsADirectoryError:  # not created by a store; removed only if it is empty
-                with contextlib.suppress(OSError):
-                    self._system.rmdir(name, dir_fd=self._root_fd)
+            remove_temporary(self._system, self._root_fd, name)
 
     def undo(self, error: BaseException) -> None:
         """Roll back the transaction that failed with `error`. Close the index if its file may be the cause: the next

@@ -15,6 +15,7 @@ import contextlib
 import fcntl
 import logging
 import os
+import shutil
 import sqlite3
 import tempfile
 import time
@@ -40,7 +41,6 @@ _log = logging.getLogger(__name__)
 _WAIT_S = 30.0
 # Pages removed in one transaction: engines wait for the store at most that long.
 _REMOVE_CHUNK = 256
-_COPY_BYTES = 1 << 20
 
 
 def make_store(path: str | PathLike[str]) -> None:
@@ -121,8 +121,7 @@ class FileInspection:
     def _copy(self, name: str, target: str) -> None:
         fd = self._system.open(name, READ_FLAGS, dir_fd=self._root_fd)
         with open(fd, "rb") as source, open(target, "wb") as copy:
-            while data := source.read(_COPY_BYTES):
-                copy.write(data)
+            shutil.copyfileobj(source, copy)
 
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
@@ -140,9 +139,7 @@ class FileInspection:
             self._system.flock(fd, fcntl.LOCK_UN)
             self._system.close(fd)
 
-    def read_start(
-        self, page: StoredPage, bytes_max: int, deadline: float
-    ) -> tuple[bytes, Identity | None] | None:
+    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> tuple[bytes, Identity | None] | None:
         """See Inspects. Does not follow links."""
         name = page_name(page.namespace.hex(), page.key)
         with self._translated():
@@ -180,7 +177,6 @@ class FileInspection:
         return removed, errors
 
     def close(self) -> None:
-        """See Driver."""
         if self._writing is not None:
             self._writing.close()
         self._system.close(self._root_fd)

@@ -90,7 +90,6 @@ class Owner:
         return None if found is None else cls(*(word.decode("ascii") for word in found.groups()))
 
     def line(self) -> bytes:
-        """Return the content of the owner file."""
         return (" ".join(astuple(self)) + "\n").encode("ascii", "replace")
 
     def is_near(self, here: Owner) -> bool:
@@ -156,8 +155,7 @@ def living(system: System, root_fd: int, tmp_fd: int, names: Iterable[str], own:
 def _rival(system: System, root_fd: int, own: str) -> str | None:
     """Return words for the foreign owner that lives and was active last, None if there is none. Raises OSError."""
     here = Owner.here(system, root_fd)
-    tmp_fd = system.open(TMP_DIR, LIST_FLAGS, dir_fd=root_fd)
-    try:
+    with system.opened(TMP_DIR, LIST_FLAGS, dir_fd=root_fd) as tmp_fd:
         now_ns, rivals = _own_beat_ns(system, tmp_fd, own), list[tuple[int, str]]()
         for name in system.listdir(tmp_fd):
             if owner_of(name) in (None, own) or not name.endswith(OWNER_SUFFIX):
@@ -167,8 +165,6 @@ def _rival(system: System, root_fd: int, own: str) -> str | None:
                 continue
             if _beats(found, here, now_ns, system, root_fd):
                 rivals.append((found.beat_ns, f"{found.owner.words(here)} uses it ({TMP_DIR}/{name})"))
-    finally:
-        system.close(tmp_fd)
     if not rivals:
         return None
     beat_ns, words = max(rivals)
@@ -194,34 +190,27 @@ def _read(system: System, tmp_fd: int, name: str) -> _Found | None:
     """Return an owner file, None if it is gone, or is something else than a file, which owners do not create. Opening
     it refreshes its attributes on a network file system. Raises OSError."""
     try:
-        fd = system.open(name, READ_FLAGS, dir_fd=tmp_fd)
+        with system.opened(name, READ_FLAGS, dir_fd=tmp_fd) as fd:
+            found, line = system.fstat(fd), memoryview(bytearray(_LINE_BYTES_MAX))
+            if not stat.S_ISREG(found.st_mode):
+                return None
+            return _Found(Owner.parse(bytes(line[: read_head(system, fd, line)])), found.st_mtime_ns)
     except OSError as error:
         if error.errno not in (errno.ENOENT, *NOT_A_FILE_ERRNOS):
             raise
         return None
-    try:
-        found, line = system.fstat(fd), memoryview(bytearray(_LINE_BYTES_MAX))
-        if not stat.S_ISREG(found.st_mode):
-            return None
-        return _Found(Owner.parse(bytes(line[: read_head(system, fd, line)])), found.st_mtime_ns)
-    finally:
-        system.close(fd)
 
 
 def _is_locked(system: System, tmp_fd: int, name: str) -> bool:
     try:
-        fd = system.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=tmp_fd)
+        with system.opened(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=tmp_fd) as fd:
+            system.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
     except OSError as error:
         # Its owner has just closed the store, or it is a link, a socket or a directory, which owners do not create.
         if error.errno not in (errno.ENOENT, errno.EISDIR, *NOT_A_FILE_ERRNOS):
             raise
-        return False
-    try:
-        system.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    finally:
-        system.close(fd)
     return False
 
 

@@ -82,12 +82,9 @@ def read_head(system: System, fd: int, target: memoryview) -> int:
 
 def read_start(system: System, root_fd: int | None, name: str, bytes_max: int) -> bytes:
     """Return the first bytes of a file, as many as it has up to `bytes_max`. Raises OSError."""
-    fd = system.open(name, READ_FLAGS, dir_fd=root_fd)
-    try:
+    with system.opened(name, READ_FLAGS, dir_fd=root_fd) as fd:
         data = memoryview(bytearray(min(bytes_max, system.fstat(fd).st_size)))
         return bytes(data[: read_head(system, fd, data)])
-    finally:
-        system.close(fd)
 
 
 def read_object(system: System, root_fd: int, name: str, bytes_max: int) -> tuple[bytes, Identity | None] | None:
@@ -152,10 +149,6 @@ class PageFiles:
         self.direct_io = direct_io
         self.direct_refused = 0
 
-    def present(self, name: str) -> bool:
-        """Return True if a regular file of a valid size exists. Raises OSError, except for a missing file."""
-        return self.find(name) is not None
-
     def find(self, name: str) -> os.stat_result | None:
         """Return the state of a regular file of a valid size, or None. Raises OSError, except for a missing file."""
         found = look(self._system, self._root_fd, name)
@@ -169,7 +162,7 @@ class PageFiles:
         return self._fits(found.st_size) and stat.S_ISREG(found.st_mode)
 
     def lookup(self, namespace_hex: str) -> Callable[[bytes], bool]:
-        """Return a cheaper `present` for the keys of one call on one thread.
+        """Return a cheaper `find` for the keys of one call on one thread.
 
         It lists the directories once, so it may miss a page in a newer directory.
         """
@@ -198,9 +191,7 @@ class PageFiles:
             self._fans = listed, fans
         return fans
 
-    def read(
-        self, name: str, buffers_of: Callable[[int], Sequence[memoryview]], stream: TagStream | None
-    ) -> Identity:
+    def read(self, name: str, buffers_of: Callable[[int], Sequence[memoryview]], stream: TagStream | None) -> Identity:
         """Read a file into the buffers that `buffers_of` returns for its length, and into `stream`. Return the identity
         of the file, whose last part is its length.
 
@@ -249,12 +240,8 @@ class PageFiles:
         return self._system.open(name, flags, dir_fd=self._root_fd)
 
     def _transfer(
-        self,
-        call: Callable[[int, Sequence[memoryview], int], int],
-        fd: int,
-        buffers: Sequence[memoryview],
-        piece_bytes: int,
-        stream: TagStream | None,
+        self, call: Callable[[int, Sequence[memoryview], int], int], fd: int, buffers: Sequence[memoryview],
+        piece_bytes: int, stream: TagStream | None,
     ) -> bool:
         """Read or write a whole page in pieces, and pass each piece to `stream`. Return False if the transfer stops."""
         done = 0
@@ -360,24 +347,33 @@ def remove_page(system: System, root_fd: int, name: str) -> None:
         system.unlink(name, dir_fd=root_fd)
 
 
+def remove_temporary(system: System, root_fd: int, name: str) -> None:
+    """Remove a file of a store that is not a page, if it exists. Raises OSError."""
+    try:
+        system.unlink(name, dir_fd=root_fd)
+    except FileNotFoundError:
+        pass
+    except IsADirectoryError:
+        with contextlib.suppress(OSError):  # a directory with files is not removed
+            system.rmdir(name, dir_fd=root_fd)
+
+
 def remove_damaged(system: System, root_fd: int, name: str, found: Identity) -> bool:
-    """Remove the file at a page's name if it is still the damaged one. Return False if it must stay.
+    """Remove the file at a page's name if it is still the damaged one. Return True if it was removed.
 
     A link, FIFO, socket or device is removed itself, without following it; a directory is removed if it is empty.
     REQUIRES: the store's lock. Raises OSError.
     """
     now = look(system, root_fd, name)
-    if now is None:
+    if now is None or (stat.S_ISREG(now.st_mode) and found != identity(now)):
+        return False  # removed, or stored again since
+    if not stat.S_ISDIR(now.st_mode):
+        remove_page(system, root_fd, name)
         return True
-    if stat.S_ISDIR(now.st_mode):
-        try:
-            system.rmdir(name, dir_fd=root_fd)
-        except OSError as error:
-            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
-                return False
-            raise
-        return True
-    if stat.S_ISREG(now.st_mode) and found != identity(now):
-        return True  # the page was stored again since
-    remove_page(system, root_fd, name)
+    try:
+        system.rmdir(name, dir_fd=root_fd)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            return False
+        raise
     return True

@@ -28,6 +28,7 @@ from .pages import (
     read_start,
     remove_damaged,
     remove_page,
+    remove_temporary,
 )
 from .system import LIST_FLAGS, System
 
@@ -78,40 +79,29 @@ def stored_pages(
             fits = row is not None and row.size == found.st_size
             used_us = row.last_use if row is not None and fits else found.st_mtime_ns // 1000
         yield StoredPage(
-            space,
-            key,
-            found.st_size if regular else 0,
-            None if used_us is None else used_us / 1e6,
-            identity(found),
-            None if regular else NOT_REGULAR,
-            found.st_mtime,
+            space, key, found.st_size if regular else 0, None if used_us is None else used_us / 1e6, identity(found),
+            None if regular else NOT_REGULAR, found.st_mtime,
         )
 
 
 def listed(system: System, root_fd: int, folder: str) -> list[str] | None:
     """Return the names in a directory: empty if it does not exist, None if it is a file or a link."""
     try:
-        fd = system.open(folder, LIST_FLAGS, dir_fd=root_fd)
+        with system.opened(folder, LIST_FLAGS, dir_fd=root_fd) as fd:
+            return system.listdir(fd)
     except FileNotFoundError:
         return []
     except OSError as error:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP):
             raise
         return None
-    try:
-        return system.listdir(fd)
-    finally:
-        system.close(fd)
 
 
 def owners(system: System, root_fd: int, own: str) -> tuple[set[str], list[str]]:
     """Return the living owners, `own` among them, and the paths of the files of dead ones in `tmp`. Raises OSError."""
-    tmp_fd = system.open(TMP_DIR, LIST_FLAGS, dir_fd=root_fd)
-    try:
+    with system.opened(TMP_DIR, LIST_FLAGS, dir_fd=root_fd) as tmp_fd:
         names = [name for name in system.listdir(tmp_fd) if owner_of(name) is not None]
         alive = living(system, root_fd, tmp_fd, names, own)
-    finally:
-        system.close(tmp_fd)
     return alive, [f"{TMP_DIR}/{name}" for name in names if owner_of(name) not in alive]
 
 
@@ -138,17 +128,6 @@ def reap(index: Index, system: System, root_fd: int, own: str) -> None:
             else:
                 index.resize(namespace, {key: found.st_size}, writer)
         index.publish(writer)
-
-
-def remove_temporary(system: System, root_fd: int, name: str) -> None:
-    """Remove a file of a store that is not a page, if it exists. Raises OSError."""
-    try:
-        system.unlink(name, dir_fd=root_fd)
-    except FileNotFoundError:
-        pass
-    except IsADirectoryError:
-        with contextlib.suppress(OSError):  # a directory with files is not removed
-            system.rmdir(name, dir_fd=root_fd)
 
 
 def reconcile(

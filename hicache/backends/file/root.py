@@ -29,7 +29,7 @@ from .index_file import index_files
 from .owners import owner_of
 from .pages import LOCK_FILE, TMP_DIR, is_hex, look, look_for_file, read_head, read_start
 from .reconcile import listed
-from .system import DIR_MODE, LIST_FLAGS, System
+from .system import DIR_MODE, LIST_FLAGS, OPEN_OR_CREATE_FLAGS, System
 
 MARKER = "HICACHE_STORE"
 # The root in a directory that this user cannot close to others.
@@ -115,9 +115,7 @@ def _open_above(path: str, create: bool, system: System, opened: contextlib.Exit
     return where, fd
 
 
-def _open_or_make(
-    open_it: Callable[[str, int], int], name: str, dir_fd: int, create: bool, system: System
-) -> int:
+def _open_or_make(open_it: Callable[[str, int], int], name: str, dir_fd: int, create: bool, system: System) -> int:
     try:
         return open_it(name, dir_fd)
     except FileNotFoundError:
@@ -180,8 +178,7 @@ def _open_own(path: str, above_fd: int, create: bool, system: System) -> int:
 def _link_target(path: str, where: str, dir_fd: int, system: System) -> str:
     """Return the target of the link `where` in the directory `dir_fd`. Rejects a link of another user, who could
     redirect the store."""
-    fd = system.open(os.path.basename(where), _LINK_FLAGS, dir_fd=dir_fd)
-    try:
+    with system.opened(os.path.basename(where), _LINK_FLAGS, dir_fd=dir_fd) as fd:
         found = system.fstat(fd)
         if not stat.S_ISLNK(found.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, f"{where} is not a directory")
@@ -191,18 +188,12 @@ def _link_target(path: str, where: str, dir_fd: int, system: System) -> str:
                 "use the directory it points to"
             )
         return system.readlink(fd)
-    finally:
-        system.close(fd)
 
 
 def _open_directory(path: str, above_fd: int, create: bool, system: System) -> int:
     name = os.path.basename(path) or "."
-
-    def open_it(name: str, dir_fd: int) -> int:
-        return system.open(name, LIST_FLAGS, dir_fd=dir_fd)
-
     try:
-        return _open_or_make(open_it, name, above_fd, create, system)
+        return _open_or_make(lambda name, fd: system.open(name, LIST_FLAGS, dir_fd=fd), name, above_fd, create, system)
     except NotADirectoryError:
         if stat.S_ISLNK(system.lstat(name, dir_fd=above_fd).st_mode):
             raise NotOurs(f"file store {path} is a symbolic link; use the directory it points to") from None
@@ -280,11 +271,8 @@ def _has_only_pages(fd: int, namespace_hex: str, fan: str, system: System) -> bo
 
 def write_marker(fd: int, system: System) -> None:
     """Write the marker into a root that has none. Raises OSError."""
-    marker = system.open(MARKER, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
-    try:
+    with system.opened(MARKER, OPEN_OR_CREATE_FLAGS, dir_fd=fd) as marker:
         system.pwritev(marker, [memoryview(_MARKER_TEXT)], 0)
-    finally:
-        system.close(marker)
 
 
 def _check_marker(path: str, fd: int, create: bool, read_only: bool, system: System) -> None:

@@ -61,8 +61,8 @@ from .checked import NOTHING, Trusted, note_closed, note_verified, take_checked
 from .index import Index, IndexDamaged
 from .index_file import IndexFile
 from .owners import HEARTBEAT_S, OWNER_HEX_DIGITS, OWNER_SUFFIX, OwnerFile, UsedElsewhere
-from .pages import FULL_ERRNOS, LOCK_FILE, TMP_DIR, file_id, find_id, remove_page
-from .reconcile import heartbeats, owners, reap, reconcile, reconcile_fan, remove_empty, remove_temporary
+from .pages import FULL_ERRNOS, LOCK_FILE, TMP_DIR, file_id, find_id, remove_page, remove_temporary
+from .reconcile import heartbeats, owners, reap, reconcile, reconcile_fan, remove_empty
 from .root import MARKER, open_root, write_marker
 from .system import OPEN_OR_CREATE_FLAGS, System
 
@@ -128,12 +128,7 @@ class FileStore:
     """
 
     def __init__(
-        self,
-        path: str | os.PathLike[str],
-        *,
-        create: bool,
-        keep_damaged: bool = False,
-        system: System | None = None,
+        self, path: str | os.PathLike[str], *, create: bool, keep_damaged: bool = False, system: System | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.system = System() if system is None else system
@@ -228,20 +223,16 @@ class FileStore:
         """
         removal = Removal()
         with self._locked(deadline):
-            self._claim_to_remove()
+            try:
+                self._claim()
+            except UsedElsewhere:  # the pages are another machine's now
+                raise
+            except OSError as error:  # such as a full disk
+                _log.debug("file store %s: removes pages without an owner file: %s", self.path, error)
             try:
                 yield removal
             finally:
                 self._forget(removal)
-
-    def _claim_to_remove(self) -> None:
-        """Raise UsedElsewhere if the pages are another machine's now. A full disk does not matter."""
-        try:
-            self._claim()
-        except UsedElsewhere:
-            raise
-        except OSError as error:
-            _log.debug("file store %s: removes pages without an owner file: %s", self.path, error)
 
     def _forget(self, removal: Removal) -> None:
         if not removal.pages:
@@ -284,7 +275,7 @@ class FileStore:
                 self._check_root()
                 self._lock_fd = self.system.open(LOCK_FILE, OPEN_OR_CREATE_FLAGS, dir_fd=self.root_fd)
             wait_for_flock(self.system, self._lock_fd, fcntl.LOCK_EX, until)
-            if self._find(LOCK_FILE) == file_id(self.system.fstat(self._lock_fd)):
+            if find_id(self.system, self.root_fd, LOCK_FILE) == file_id(self.system.fstat(self._lock_fd)):
                 return
             fd, self._lock_fd = self._lock_fd, None
             self.system.flock(fd, fcntl.LOCK_UN)  # closing is not enough: see `raw`
@@ -348,7 +339,12 @@ class FileStore:
                 self._owner_file.beat()
                 index.commit()
                 self._doubtful, self._is_sound = False, True
-                self._note_verified(index, dead)
+                # Vouch for the index, and remove the owner files of processes whose work was compared: last, so that
+                # after a kill in between they are still found. Without room for this, the next opening checks more.
+                with contextlib.suppress(OSError):
+                    note_verified(self.system, self.root_fd, os.path.basename(index.path))
+                    for path in dead:
+                        remove_temporary(self.system, self.root_fd, path)
             index.begin()
         except BaseException as error:
             self._index_file.undo(error)
@@ -376,14 +372,6 @@ class FileStore:
         for digest in index.empty_namespaces():
             remove_empty(system, root_fd, digest.hex())
 
-    def _note_verified(self, index: Index, dead: list[str]) -> None:
-        """Vouch for the index, and remove the owner files of processes whose work was compared: last, so that after a
-        kill in between they are still found. Without room for this, the next opening checks more."""
-        with contextlib.suppress(OSError):
-            note_verified(self.system, self.root_fd, os.path.basename(index.path))
-            for path in dead:
-                remove_temporary(self.system, self.root_fd, path)
-
     def _claim(self) -> None:
         """Hold the owner file, under the store's lock, so that other processes do not consider its owner dead.
 
@@ -403,12 +391,9 @@ class FileStore:
             # SQLite may have stale parts of the index in memory.
             self._index_file.close()
             self._doubtful = True
-        if self._find(MARKER) is None:
+        if find_id(self.system, self.root_fd, MARKER) is None:
             _log.warning("file store %s: its files were removed; writing its marker again", self.path)
             write_marker(self.root_fd, self.system)
-
-    def _find(self, name: str) -> tuple[int, int] | None:
-        return find_id(self.system, self.root_fd, name)
 
     def close(self) -> None:
         """Close the index and all descriptors, and remove the owner file; if a transaction is in flight, at its end.

@@ -11,7 +11,7 @@ import errno
 import fcntl
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 from ...units import format_size
@@ -109,6 +109,15 @@ class System:
                 raise
         return fd
 
+    @contextlib.contextmanager
+    def opened(self, path: str, flags: int, *, dir_fd: int | None) -> Iterator[int]:
+        """Open a file for a block."""
+        fd = self.open(path, flags, dir_fd=dir_fd)
+        try:
+            yield fd
+        finally:
+            self.close(fd)
+
     def lstat(self, path: str, *, dir_fd: int | None = None) -> os.stat_result:
         return self._walk(path, dir_fd, lambda name, fd: os.stat(name, dir_fd=fd, follow_symlinks=False))
 
@@ -118,12 +127,8 @@ class System:
 
     def folders(self, path: str, *, dir_fd: int) -> frozenset[str]:
         """Return the names of the directories in a directory, without links to directories."""
-        fd = self.open(path, LIST_FLAGS, dir_fd=dir_fd)
-        try:
-            with os.scandir(fd) as entries:
-                return frozenset(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
-        finally:
-            self.close(fd)
+        with self.opened(path, LIST_FLAGS, dir_fd=dir_fd) as fd, os.scandir(fd) as entries:
+            return frozenset(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
     def is_mount_root(self, fd: int) -> bool:
         """Return True if the directory is the root of a mount, such as a volume. `/` is not."""
@@ -170,7 +175,6 @@ class System:
         os.utime(fd)
 
     def file_system(self, fd: int) -> str:
-        """Return the type of the file system of an open file."""
         return file_system_of(fd)
 
     def fact(self, path: str) -> str:

@@ -232,14 +232,13 @@ class FileWrites:
         self.rejection: str | None = None
         self.present: list[bytes] = []
 
-    def run(self, before_reserving: Callable[[Index], None] | None = None, used_us: int | None = None) -> None:
-        """Store the pages, last used at `used_us`, or now. `before_reserving` may update the index before victims are
-        chosen.
+    def run(self, before_reserving: Callable[[Index], None], used_us: int) -> None:
+        """Store the pages, last used at `used_us`. `before_reserving` may update the index before victims are chosen.
 
         Blocks; does not raise storage errors.
         """
         self._look()
-        if self._todo and self._reserve(before_reserving, now_us(self._capacity.clock) if used_us is None else used_us):
+        if self._todo and self._reserve(before_reserving, used_us):
             try:
                 self._pool.run(len(self._todo), self._write)
             finally:
@@ -267,7 +266,7 @@ class FileWrites:
             except OSError as error:
                 self._pages.fail(position, error_name(error))
 
-    def _reserve(self, before_reserving: Callable[[Index], None] | None, used_us: int) -> bool:
+    def _reserve(self, before_reserving: Callable[[Index], None], used_us: int) -> bool:
         """Reserve room for as many pages from the head as fit, in one transaction; reject the others.
 
         A page reserves its whole frame until it is stored: its encoded size is known only then.
@@ -277,8 +276,7 @@ class FileWrites:
         try:
             with self._store.transaction(pages.deadline) as index:
                 self._store.sweep(index)
-                if before_reserving is not None:
-                    before_reserving(index)
+                before_reserving(index)
                 keys, parents = [pages.keys[p] for p in head], [pages.parents[p] for p in head]
                 self._stored_bytes = index.totals().bytes
                 index.reserve(self._namespace, keys, parents, self._writer, size, used_us)
@@ -322,7 +320,9 @@ class FileWrites:
         stored = [self._pages.sealed_frame(position)] if self._files.direct_io else self._pages.sealed(position)
         try:
             self._files.write(temporary, stored)
-            self._set_time(temporary, stored_time(stored[0]))
+            # A page that was first stored on another level or in another store keeps that time.
+            if 0 < (stored_s := stored_time(stored[0])) < self._capacity.clock.wall_s() - _COPY_AGE_S:
+                self._store.system.utime(temporary, stored_s * 1_000_000_000, dir_fd=self._store.root_fd)
         except OSError as error:
             self._discard(temporary)
             self._refuse([position], error)
@@ -331,11 +331,6 @@ class FileWrites:
         else:
             self._lengths[position] = sum(buffer.nbytes for buffer in stored)
             self._temporaries[position] = temporary
-
-    def _set_time(self, temporary: str, stored_s: int) -> None:
-        """Make the time of a file the time when its page was first stored, on another level or in another store."""
-        if 0 < stored_s < self._capacity.clock.wall_s() - _COPY_AGE_S:
-            self._store.system.utime(temporary, stored_s * 1_000_000_000, dir_fd=self._store.root_fd)
 
     def _publish(self) -> None:
         """Rename the written pages and add their rows in one transaction, head first; release unused reservations."""

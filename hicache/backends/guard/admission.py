@@ -1,9 +1,8 @@
 """Admission control of a guard: which calls it makes, which wait, which it rejects. Judges results, budgets retries.
 
-The rules are in modules of their own: `breaker`, `budget` (retries, damage) and `health`. This one has their common
-lock and the order of events: the end of a call, or its delay, is a result; a result moves a breaker; a moved breaker
-plans a probe, ends the wait of calls and queues a line for the log. Each step reads and changes the state of the step
-before it, so it is one class.
+The rules of breakers and health are in modules of their own. This one has their common lock and the order of events:
+the end of a call, or its delay, is a result; a result moves a breaker; a moved breaker plans a probe, ends the wait of
+calls and queues a line for the log. Each step reads and changes the state of the step before it, so it is one class.
 
 Locking design: the lock of Calls guards everything in this module, including breakers, budget, damage watch and
 latencies. An engine's scheduler thread takes it too (`may_pass`). Lock order: this lock, then that of the probe task.
@@ -11,12 +10,14 @@ latencies. An engine's scheduler thread takes it too (`may_pass`). Lock order: t
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ...backoff import Backoff
 from ...clock import Clock
 from ...config.guard import GuardConfig, Override
 from ...errors import InvariantError
@@ -25,15 +26,19 @@ from ..base import Direction, GetOutcome, SetOutcome
 from ..calls import Call, CallResult, Calls, Refusal, Verb
 from ..errors import ErrorKind, StoreError
 from .breaker import Breaker, BreakerState, BreakerStatistics
-from .budget import DamageWatch, RetryBudget
 from .health import BUSY, SWITCHED_OFF, HealthWatch, StoreHealth
 
 # A back-off lasts between half of its length and all of it, so that many engines do not return to one store together.
 _JITTER_MIN = 0.5
 # Breaker changes that wait for the log. They occur seconds apart, so few wait.
 _CHANGES_MAX = 64
-
-
+# A retry budget starts full: a few calls, and the pages of two usual batches.
+BURST_CALLS = 4.0
+BURST_PAGES = 256.0
+# Each time that all pages are damaged again, the back-off grows by this factor, up to an hour: an operator needs time
+# for a repair.
+_DAMAGE_BACKOFF_GROWTH = 4
+_DAMAGE_BACKOFF_S_MAX = 3600.0
 # After a single failed call, a probe must find out quickly whether the store still answers, before more calls hang. The
 # write probe needs more time because it stores a page. Probes of an open breaker may take `probe_timeout`.
 _FIRST_PROBE_S = {Direction.READ: 0.25, Direction.WRITE: 0.5}
@@ -56,14 +61,89 @@ class GuardStatistics:
 
 @dataclass(frozen=True, slots=True)
 class BreakerChange:
-    """A direction of a store is now off, or on again after `after_s` seconds, in which `refused` calls were rejected.
-    """
+    """A direction of a store is now off, or on again after `after_s` seconds with `refused` rejected calls."""
 
     direction: Direction
     breaker: BreakerStatistics
     pause_s: float  # until the next probe
     after_s: float
     refused: int
+
+
+class RetryBudget:
+    """Two token buckets, one for calls and one for pages. With `share` 0 nothing is retried.
+
+    A retry helps against a single lost request and harms an overloaded store. The budget bounds the extra load: of n
+    calls at most `share` x n plus a small burst are retried. The same bound holds for their pages.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._share = share
+        self._calls = BURST_CALLS if share else 0.0
+        self._pages = BURST_PAGES if share else 0.0
+
+    def earn(self, pages: int) -> None:
+        """Add tokens for the first attempt of a call of `pages` pages."""
+        self._calls = min(BURST_CALLS, self._calls + self._share)
+        self._pages = min(BURST_PAGES, self._pages + self._share * pages)
+
+    def spend(self, pages: int) -> int:
+        """Return how many of `pages` pages one call may retry, and take their tokens; 0 takes none."""
+        granted = min(pages, int(self._pages))
+        if self._calls < 1.0 or granted < 1:
+            return 0
+        self._calls -= 1.0
+        self._pages -= granted
+        return granted
+
+
+class DamageWatch:
+    """Counts damaged pages since the last sound one, and raises an alarm at `damage_pages`.
+
+    One damaged page means a bad disk or a torn write, and the backend removes it. If every page is damaged, the reader
+    is more likely at fault than the store: a different MAC key, a bug, bad memory. Reading must then stop, or it would
+    remove every page. After an alarm, each further damaged page raises the next alarm until a sound page is read.
+    """
+
+    def __init__(self, options: GuardConfig) -> None:
+        self._options = options
+        first_s = options.damage_backoff
+        self._backoff = Backoff(first_s, max(first_s, _DAMAGE_BACKOFF_S_MAX), _DAMAGE_BACKOFF_GROWTH)
+        self._pages_max = options.damage_pages
+        self._run = 0
+        self._sound = False  # True once a sound page was read since the start or the last alarm
+        # True while `pages_at_once` returns None and `saw` has nothing to note unless a page is damaged.
+        self.is_calm = False
+
+    def pages_at_once(self, read: Sequence[GetOutcome]) -> int | None:
+        """Return how many pages of a batch to read next, after the outcomes `read`; None for all remaining pages.
+
+        Until the reader has seen a sound page, the first pages of a batch are read alone. After an alarm, pages are
+        read one at a time.
+        """
+        if self.is_calm:
+            return None
+        if self._pages_max > 1 and read and GetOutcome.CORRUPT not in read:
+            return None
+        return self._pages_max
+
+    def saw(self, outcomes: Iterable[GetOutcome]) -> float | None:
+        """Record the outcomes of pages, in order. Return None, or after an alarm the seconds to stop reading (> 0)."""
+        for outcome in outcomes:
+            if outcome is GetOutcome.HIT:
+                self._run = 0
+                self._sound = True
+                self._pages_max = self._options.damage_pages
+                self._backoff.reset()
+            elif outcome is GetOutcome.CORRUPT:
+                self._run += 1
+        self.is_calm = self._sound and not self._run
+        if self._run < self._pages_max:
+            return None
+        self._run = 0
+        self._sound = False
+        self._pages_max = 1
+        return self._backoff.next_s()
 
 
 class AdmissionControl(Calls):
@@ -73,14 +153,9 @@ class AdmissionControl(Calls):
     Invariant: `in_flight_bytes` is the sum over the calls in flight. It exceeds the limit only if a single call does.
     """
 
-    def __init__(
-        self, options: GuardConfig, frame_bytes: int, clock: Clock, wake: Callable[[float], None]
-    ) -> None:
+    def __init__(self, options: GuardConfig, frame_bytes: int, clock: Clock, wake: Callable[[float], None]) -> None:
         super().__init__(frame_bytes, clock)
-
-        def jitter() -> float:
-            return random.uniform(_JITTER_MIN, 1.0)
-
+        jitter = functools.partial(random.uniform, _JITTER_MIN, 1.0)
         self._options = options
         self._wake = wake
         self._breakers = {
@@ -158,7 +233,6 @@ class AdmissionControl(Calls):
     # Damage
 
     def pages_at_once(self, read: Sequence[GetOutcome]) -> int | None:
-        """See DamageWatch."""
         if self._damage.is_calm:
             return None
         with self._lock:

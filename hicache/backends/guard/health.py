@@ -15,7 +15,7 @@ import math
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from ...clock import Clock
 from ..base import Direction
@@ -98,12 +98,12 @@ class StoreProblem:
 def problem(state: HealthState, since_s: float, cause: str, pages: int = 0, detail: str = "") -> StoreHealth:
     """Return the health of a store with a problem. `since_s` is wall clock; `detail` are the store's own words for the
     cause, and after `; ` its advice."""
-    found = _CAUSES.get(_RAISED if cause.startswith(_RAISED) else cause, _OTHER)
+    general, usual = _CAUSES.get(_RAISED if cause.startswith(_RAISED) else cause, _OTHER)
     what, _, advice = (detail, "", "") if cause == NOT_OPEN else detail.partition("; ")
-    what = what or found.what.format(cause=cause)
+    what = what or general.format(cause=cause)
     if pages:
         what = f"{what} (none of {pages:,} pages was kept)"
-    return StoreHealth(state, since_s, cause, pages, what, advice[:1].upper() + advice[1:] or found.advice)
+    return StoreHealth(state, since_s, cause, pages, what, advice[:1].upper() + advice[1:] or usual)
 
 
 def grouped(found: Iterable[tuple[str, str, StoreHealth]]) -> list[StoreProblem]:
@@ -217,96 +217,58 @@ class HealthWatch:
         return found if self._logged is not logged else None, due
 
 
-class _Cause(NamedTuple):
-    what: str
-    advice: str
-
-
-def _causes() -> dict[str, _Cause]:
-    kind = ErrorKind
-    table = {
-        (REJECTED,): _Cause(
-            "it is full and cannot make room",
-            "Free space or use a larger volume; lower free_space_floor, raise capacity, or let the server evict",
-        ),
-        (SWITCHED_OFF,): _Cause(
-            "an operator has switched it off", "`hicache ctl bypass STORE --end` uses it again"
-        ),
-        (NOT_OPEN,): _Cause("it cannot be opened", "Correct the cause; it is opened again by itself"),
-        (kind.NO_SPACE, kind.CANNOT_PERSIST, "ENOSPC", "EDQUOT", "SQLITE_FULL"): _Cause(
-            "the server or the disk is full ({cause})",
-            "Free space on its volume (df -h), lower capacity or raise the quota; for a server, raise its limit or "
-            "set a policy that evicts",
-        ),
-        (kind.READ_ONLY, "EROFS", "SQLITE_READONLY"): _Cause(
-            "it is read-only ({cause})", "Mount the volume writable, or give the address of the primary server"
-        ),
-        ("EACCES", "EPERM", kind.ACCESS_DENIED): _Cause(
-            "access is denied ({cause})",
-            "Give this user the permission to read, write and remove; a directory must belong to the user of the "
-            "process",
-        ),
-        (kind.WRONG_CREDENTIALS,): _Cause(
-            "the credentials are unknown, wrong or expired", "Renew the credentials that the configuration names"
-        ),
-        (kind.CLOCK_SKEW,): _Cause("the clocks of server and host differ", "Set the clock of this host"),
-        (kind.TLS,): _Cause(
-            "TLS fails", "Compare the certificates and the authority (ca_file) of both sides, and their dates"
-        ),
-        (kind.DNS,): _Cause("the server's name has no address", "Correct the address, or the name service"),
-        (kind.CONNECTION_REFUSED, kind.CONNECTION_LOST, kind.UNREACHABLE): _Cause(
-            "the server cannot be reached ({cause})",
-            "Start the server, and check its address and the network; the store is used again by itself",
-        ),
-        (kind.PROTOCOL,): _Cause("its answers are wrong ({cause})", "Look for a gateway or proxy that answers instead"),
-        (kind.DEADLINE, kind.TIMEOUT, "overdue"): _Cause(
-            "calls take longer than their deadline ({cause})",
-            "Look at the load of the server, the disk and the network; a longer transfer.storage_deadline helps a "
-            "store that is only slow",
-        ),
-        (kind.HANGS,): _Cause(
-            "its mount hangs: calls of the system do not return",
-            "Look at the file server and the network; the store is used again by itself",
-        ),
-        (BUSY, kind.BUSY, kind.THROTTLED, kind.TOO_MANY_CONNECTIONS, kind.NO_BUFFER): _Cause(
-            "it is overloaded ({cause})", "Use fewer engines or connections for this store, or a faster store"
-        ),
-        (kind.NO_BUCKET, kind.WRONG_REGION): _Cause(
-            "the bucket does not exist there ({cause})", "Create the bucket, or correct its name and region"
-        ),
-        ("EIO",): _Cause("the disk reports errors (EIO)", "Look at the disk: dmesg, smartctl -a"),
-        ("ESTALE",): _Cause(
-            "its directory was moved, replaced or removed", "Move it back, or `hicache ctl detach` and `attach`"
-        ),
-        ("EMFILE", "ENFILE", kind.NO_THREAD): _Cause(
-            "a limit of this machine is reached ({cause})",
-            "Raise the limits of open files and threads (ulimit -n, ulimit -u)",
-        ),
-        (DAMAGE, kind.CHECKSUM): _Cause(
-            "its pages fail verification, so its use is stopped for a while",
-            "Compare the keys in integrity and storage_format of all engines; then `hicache ctl scrub STORE`",
-        ),
-        (_RAISED, kind.INTERNAL): _Cause(
-            "an unexpected error ({cause}), which is in the log", "Report it with the log, or correct your backend"
-        ),
-    }
-    return {str(name): cause for names, cause in table.items() for name in names}
-
-
 _RAISED = "raised"  # and `raised_KeyError`
-_CAUSES = _causes() | {
-    ErrorKind.TOO_LARGE.value: _Cause(
-        "the server, or a proxy before it, limits the size of values, and pages are larger (too_large)",
-        "Raise that limit, or lower page_size",
-    ),
-    ErrorKind.UNAVAILABLE.value: _Cause(
-        "the server cannot work now (unavailable)", "Look at its log; `hicache ctl status` says why a daemon cannot"
-    ),
-    ErrorKind.CERTIFICATE_EXPIRED.value: _Cause(
-        "the certificate of the server, or of this client, has expired or is not valid yet",
-        "Renew it, or set the clock; `hicache doctor` shows the dates of the files of this host",
-    ),
-}
+# Causes, what each means, and what an operator can do.
+_TABLE: tuple[tuple[tuple[str, ...], str, str], ...] = (
+    ((REJECTED,), "it is full and cannot make room",
+     "Free space or use a larger volume; lower free_space_floor, raise capacity, or let the server evict"),
+    ((SWITCHED_OFF,), "an operator has switched it off", "`hicache ctl bypass STORE --end` uses it again"),
+    ((NOT_OPEN,), "it cannot be opened", "Correct the cause; it is opened again by itself"),
+    ((ErrorKind.NO_SPACE, ErrorKind.CANNOT_PERSIST, "ENOSPC", "EDQUOT", "SQLITE_FULL"),
+     "the server or the disk is full ({cause})",
+     "Free space on its volume (df -h), lower capacity or raise the quota; for a server, raise its limit or set a "
+     "policy that evicts"),
+    ((ErrorKind.READ_ONLY, "EROFS", "SQLITE_READONLY"), "it is read-only ({cause})",
+     "Mount the volume writable, or give the address of the primary server"),
+    (("EACCES", "EPERM", ErrorKind.ACCESS_DENIED), "access is denied ({cause})",
+     "Give this user the permission to read, write and remove; a directory must belong to the user of the process"),
+    ((ErrorKind.WRONG_CREDENTIALS,), "the credentials are unknown, wrong or expired",
+     "Renew the credentials that the configuration names"),
+    ((ErrorKind.CLOCK_SKEW,), "the clocks of server and host differ", "Set the clock of this host"),
+    ((ErrorKind.TLS,), "TLS fails",
+     "Compare the certificates and the authority (ca_file) of both sides, and their dates"),
+    ((ErrorKind.DNS,), "the server's name has no address", "Correct the address, or the name service"),
+    ((ErrorKind.CONNECTION_REFUSED, ErrorKind.CONNECTION_LOST, ErrorKind.UNREACHABLE),
+     "the server cannot be reached ({cause})",
+     "Start the server, and check its address and the network; the store is used again by itself"),
+    ((ErrorKind.PROTOCOL,), "its answers are wrong ({cause})", "Look for a gateway or proxy that answers instead"),
+    ((ErrorKind.DEADLINE, ErrorKind.TIMEOUT, "overdue"), "calls take longer than their deadline ({cause})",
+     "Look at the load of the server, the disk and the network; a longer transfer.storage_deadline helps a store that"
+     " is only slow"),
+    ((ErrorKind.HANGS,), "its mount hangs: calls of the system do not return",
+     "Look at the file server and the network; the store is used again by itself"),
+    ((BUSY, ErrorKind.BUSY, ErrorKind.THROTTLED, ErrorKind.TOO_MANY_CONNECTIONS, ErrorKind.NO_BUFFER),
+     "it is overloaded ({cause})", "Use fewer engines or connections for this store, or a faster store"),
+    ((ErrorKind.NO_BUCKET, ErrorKind.WRONG_REGION), "the bucket does not exist there ({cause})",
+     "Create the bucket, or correct its name and region"),
+    (("EIO",), "the disk reports errors (EIO)", "Look at the disk: dmesg, smartctl -a"),
+    (("ESTALE",), "its directory was moved, replaced or removed", "Move it back, or `hicache ctl detach` and `attach`"),
+    (("EMFILE", "ENFILE", ErrorKind.NO_THREAD), "a limit of this machine is reached ({cause})",
+     "Raise the limits of open files and threads (ulimit -n, ulimit -u)"),
+    ((DAMAGE, ErrorKind.CHECKSUM), "its pages fail verification, so its use is stopped for a while",
+     "Compare the keys in integrity and storage_format of all engines; then `hicache ctl scrub STORE`"),
+    ((_RAISED, ErrorKind.INTERNAL), "an unexpected error ({cause}), which is in the log",
+     "Report it with the log, or correct your backend"),
+    ((ErrorKind.TOO_LARGE,),
+     "the server, or a proxy before it, limits the size of values, and pages are larger (too_large)",
+     "Raise that limit, or lower page_size"),
+    ((ErrorKind.UNAVAILABLE,), "the server cannot work now (unavailable)",
+     "Look at its log; `hicache ctl status` says why a daemon cannot"),
+    ((ErrorKind.CERTIFICATE_EXPIRED,),
+     "the certificate of the server, or of this client, has expired or is not valid yet",
+     "Renew it, or set the clock; `hicache doctor` shows the dates of the files of this host"),
+)
+_CAUSES = {str(name): (what, advice) for names, what, advice in _TABLE for name in names}
 # The causes that are errors of the operating system or of SQLite, such as EROFS.
 SYSTEM_CAUSES = frozenset(filter(str.isupper, _CAUSES))
-_OTHER = _Cause("its calls fail ({cause})", "docs/backends explains the errors of each store; the log may say more")
+_OTHER = ("its calls fail ({cause})", "docs/backends explains the errors of each store; the log may say more")

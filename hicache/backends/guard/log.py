@@ -53,8 +53,7 @@ class GuardLog:
                                self._new(direction, errors), change.pause_s)
 
     def still_off(self, off: Mapping[Direction, tuple[float, int]], errors: Mapping[str, int]) -> None:
-        """Write the due reminders. `off` has per direction the seconds since it went off and the calls rejected since.
-        """
+        """Write the due reminders. `off` has per direction the seconds and the rejected calls since it went off."""
         for direction, (off_s, refused) in off.items():
             recall, due_s = self._recalls.get(direction, (None, 0.0))
             if recall is not None and off_s >= due_s:

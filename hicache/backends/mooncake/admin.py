@@ -38,10 +38,7 @@ class Admin:
 
     def usage(self) -> Usage:
         """Return the pages and bytes in all segments, of all applications, and the capacity of the segments."""
-        figures: dict[str, str] = {}
-        for line in self._ask("/metrics").splitlines():
-            name, _, value = line.partition(" ")
-            figures[name] = value
+        figures = dict(line.partition(" ")[::2] for line in self._ask("/metrics").splitlines())
         try:
             return Usage(
                 pages=int(float(figures["master_key_count"])),
@@ -88,9 +85,7 @@ class Admin:
             raise self._trouble(f"gave {len(body)} bytes of a longer answer", "try again")
         return body.decode("utf-8", errors="replace")
 
-    def _trouble(
-        self, what: str, remedy: str = "set `admin` to its --metrics_host and --metrics_port"
-    ) -> StoreError:
+    def _trouble(self, what: str, remedy: str = "set `admin` to its --metrics_host and --metrics_port") -> StoreError:
         host, port = self._address
         words = f"mooncake store: the master's HTTP server {host}:{port} {what}; {remedy}"
         return StoreError(ErrorKind.ADMIN, explanation=words)

@@ -7,7 +7,8 @@ single reference.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 
 from ...frame import Damage
 from ..base import SetOutcome
@@ -41,7 +42,7 @@ def read_pages(session: ClientSession, pages: PageReads[bool]) -> None:
 
 def _read_chunk(session: ClientSession, pages: PageReads[bool], positions: range, path: BufferPath) -> None:
     names = session.names.of(pages.codec.namespace, [pages.keys[position] for position in positions])
-    found = session.moved(path.run(lambda: session.client.get(names, path.addresses, path.sizes), pages.deadline))
+    found = session.noted(path.run(lambda: session.client.get(names, path.addresses, path.sizes), pages.deadline))
     for index, (position, code) in enumerate(zip(positions, found, strict=True)):
         if code >= 0:
             if pages.fits(code):
@@ -123,9 +124,18 @@ class MooncakeWrites:
         names, deadline = self._names(positions), self._pages.deadline
         left = list(range(len(positions)))
         for _ in range(FULL_TRIES):
-            found = self._session.moved(path.run(self._call(names, path, left), deadline))
+            put = functools.partial(
+                self._session.client.put, [names[index] for index in left], [path.addresses[index] for index in left],
+                [path.sizes[index] for index in left],
+            )
+            found = self._session.noted(path.run(put, deadline))
             for index, code in zip(left, found, strict=True):
-                self._note(positions[index], code)
+                if code == codes.OK:
+                    self._pages.stored(positions[index])
+                elif code == codes.PRESENT:
+                    self._pages.present(positions[index])
+                elif code != codes.NO_ROOM:
+                    self._pages.fail(positions[index], codes.kind_of(code))
             left = [index for index, code in zip(left, found, strict=True) if code == codes.NO_ROOM]
             if not left:
                 return
@@ -136,20 +146,6 @@ class MooncakeWrites:
             self._session.clock.sleep(FULL_WAIT_S)
         for index in left:
             self._pages.reject(positions[index])
-
-    def _call(self, names: list[str], path: BufferPath, indices: list[int]) -> Callable[[], list[int]]:
-        some = [names[index] for index in indices]
-        addresses = [path.addresses[index] for index in indices]
-        sizes = [path.sizes[index] for index in indices]
-        return lambda: self._session.client.put(some, addresses, sizes)
-
-    def _note(self, position: int, code: int) -> None:
-        if code == codes.OK:
-            self._pages.stored(position)
-        elif code == codes.PRESENT:
-            self._pages.present(position)
-        elif code != codes.NO_ROOM:
-            self._pages.fail(position, codes.kind_of(code))
 
     def _stored(self) -> list[int]:
         """Return the positions of the pages known to be stored."""

@@ -104,10 +104,6 @@ class PathSelector:
                 self._memory = larger
             self._slot_bytes, self._slots, self._free = slot_bytes, slots, list(range(slots))
 
-    def add(self, start: int, end: int) -> None:
-        """Move buffers between these addresses without a copy from now on."""
-        self.registered = (*self.registered, (start, end))
-
     @contextlib.contextmanager
     def path(self, pages: Sequence[Sequence[memoryview]], deadline: float) -> Iterator[BufferPath]:
         """Choose a path for the first pages, at least one. Blocks while all bounce buffers are taken; raises StoreError
@@ -126,7 +122,8 @@ class PathSelector:
         try:
             yield path
         finally:
-            path.leave()
+            if not path.is_abandoned:
+                self.give_back(slots)
 
     def _addresses(self, page: Sequence[memoryview]) -> list[int | None]:
         """Return the address of each registered buffer, None for buffers to copy. Unless nearly all bytes of the page
@@ -137,18 +134,14 @@ class PathSelector:
         loose = 0  # bytes that must be copied
         for buffer in page:
             address = address_of(buffer) if buffer.nbytes else 0
-            if not self._is_registered(address, buffer):
+            for start, end in self.registered:
+                if start <= address and address + buffer.nbytes <= end:
+                    places.append(address)
+                    break
+            else:
                 loose += buffer.nbytes
                 places.append(None)
-            else:
-                places.append(address)
         return places if loose < _LOOSE_BYTES_MAX else [None] * len(page)
-
-    def _is_registered(self, address: int, buffer: memoryview) -> bool:
-        for start, end in self.registered:  # noqa: SIM110  twice as fast as `any`, and runs once per buffer
-            if start <= address and address + buffer.nbytes <= end:
-                return True
-        return False
 
     def take(self, count_max: int, deadline: float) -> list[int]:
         """Take one to `count_max` slots; return an empty list if none is free by the deadline. Blocks only while all
@@ -185,7 +178,7 @@ class BufferPath:
 
     `addresses` and `sizes` have a list per page. A page that goes through a slot has one piece. A page in registered
     memory has one piece per buffer; only its small buffers, such as a header, go through the slot. `is_staged` is True
-    if all pages go through slots. The path owns its slots and releases them.
+    if all pages go through slots. An abandoned call releases the slots when it ends.
     """
 
     def __init__(
@@ -196,7 +189,7 @@ class BufferPath:
         self.sizes: list[list[int]] = []
         self._slots = slots
         self._selector = selector
-        self._abandoned = False
+        self.is_abandoned = False
         self.is_staged = all(one is None for page in addresses for one in page)
         # Per page: the buffers to copy, each with its part of a bounce buffer.
         self._copies: list[list[tuple[memoryview, memoryview]]] = []
@@ -207,9 +200,7 @@ class BufferPath:
     def __len__(self) -> int:
         return len(self.addresses)
 
-    def _add(
-        self, buffers: Sequence[memoryview], places: Sequence[int | None], slot: tuple[int, memoryview]
-    ) -> None:
+    def _add(self, buffers: Sequence[memoryview], places: Sequence[int | None], slot: tuple[int, memoryview]) -> None:
         start, view = slot
         copied = end = 0
         copies: list[tuple[memoryview, memoryview]] = []
@@ -235,10 +226,12 @@ class BufferPath:
         if not self.is_staged:
             return call()
         try:
-            result = self._selector.pool.call(call, deadline + GRACE_S, late=self._give_back)
+            result = self._selector.pool.call(
+                call, deadline + GRACE_S, late=lambda late: self._selector.give_back(self._slots)
+            )
         except NoThread:
             raise StoreError(ErrorKind.NO_THREAD) from None
-        self._abandoned = result is None
+        self.is_abandoned = result is None
         return result
 
     def load(self) -> None:
@@ -254,14 +247,6 @@ class BufferPath:
             count = max(0, min(size, buffer.nbytes)) if in_one_piece else buffer.nbytes
             buffer[:count] = staged[:count]
             size -= count
-
-    def leave(self) -> None:
-        """Release the slots, unless an abandoned call still uses them."""
-        if not self._abandoned:
-            self._give_back()
-
-    def _give_back(self, result: object = None) -> None:
-        self._selector.give_back(self._slots)
 
 
 def address_of(memory: memoryview) -> int:

@@ -1,5 +1,8 @@
 """The library's client: loaded, set up, shared, called, and closed after its last use.
 
+The system libraries that it needs are the system's own, or unpacked beside this Python:
+`python -m hicache_lab.devservers.install_libraries` installs or unpacks them.
+
 Backends with the same store, segment and network settings share one client. So when new weights reopen a store, the
 segment and the registered memory stay; a second client would need both twice.
 
@@ -10,18 +13,21 @@ closed client ends the process: a user must not leave with a call in flight.
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import math
 import os
+import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from ...clock import SYSTEM_CLOCK, Clock
 from ...config.mooncake_storage import MooncakeStorageOptions
 from ...errors import BackendError, BackendUnavailable, ConfigError, MissingPackage, install_hint
 from ...supervised import LINGER_S, NoThread, SupervisedPool
-from ..system_libraries import MOONCAKE_LIBRARIES, preload
 from . import codes
 
 # The time limit of one attempt to find the master: four connection attempts a second apart, or one unanswered request.
@@ -30,16 +36,20 @@ _SETUP_S = 30.0
 THREADS_MAX = 16
 # How long a verb waits for a call after its deadline: the library's own limits end then too.
 GRACE_S = 0.25
+# The libraries that Mooncake is linked with, and their Debian packages.
+MOONCAKE_LIBRARIES: Mapping[str, str] = {
+    "libibverbs.so.1": "libibverbs1",
+    "libnuma.so.1": "libnuma1",
+    "libcurl.so.4": "libcurl4",
+}
 
 _lock = threading.Lock()
 _clients: dict[tuple[object, ...], Client] = {}
 
 
-def join_store(
-    options: MooncakeStorageOptions, name: str, clock: Clock = SYSTEM_CLOCK
-) -> tuple[Client, SupervisedPool[Any]]:
-    """Return this process's client for the store in `options`, set up if there is none; and threads, named after
-    `name`, for calls that a verb may abandon. The library cannot be interrupted, and waits 30 s for a hanging daemon.
+def join_store(options: MooncakeStorageOptions, clock: Clock = SYSTEM_CLOCK) -> tuple[Client, SupervisedPool[Any]]:
+    """Return this process's client for the store in `options`, set up if there is none; and threads for calls that a
+    verb may abandon. The library cannot be interrupted, and waits 30 s for a hanging daemon.
 
     Blocks during the setup. Raises ConfigError if the library is missing, BackendUnavailable if the store cannot be
     joined.
@@ -48,7 +58,7 @@ def join_store(
         options.master, options.daemon, options.segment, options.host, options.metadata, options.protocol,
         options.devices,
     )
-    pool = SupervisedPool[Any](name, THREADS_MAX, linger_s=LINGER_S, clock=clock)
+    pool = SupervisedPool[Any]("mooncake", THREADS_MAX, linger_s=LINGER_S, clock=clock)
     try:
         with _lock:
             client = _clients.get(place)
@@ -59,6 +69,54 @@ def join_store(
         pool.close(timeout_s=1.0)
         raise
     return client, pool
+
+
+def unpacked_libraries() -> Path:
+    """Return the folder of unpacked packages; it may not exist."""
+    return Path(sys.prefix) / "lib" / "hicache-system"
+
+
+def absent_libraries(libraries: Mapping[str, str]) -> list[str]:
+    """Return those of `libraries` that the system does not have."""
+    return [name for name in libraries if not _loads(name)]
+
+
+def preload(libraries: Mapping[str, str]) -> None:
+    """Load those of `libraries` that are only in the unpacked packages, for modules linked with them.
+
+    Raises ConfigError that names the Debian packages of missing libraries, or if an unpacked library cannot be loaded.
+    """
+    if not only_unpacked(libraries):
+        return
+    # Two copies of one library in a process conflict, so the system's libraries are not loaded here.
+    left = [path for path in sorted(unpacked_libraries().iterdir()) if not _loads(path.name)]
+    # Only the loader knows the order of their dependencies: repeat until all are loaded or none can be.
+    while left:
+        still = [path for path in left if not _loads(str(path))]
+        if len(still) == len(left):
+            raise ConfigError(
+                f"{still[0].name}: was unpacked into {unpacked_libraries()} and does not load; remove that folder, and "
+                f"run: sudo apt-get install {' '.join(libraries.values())}"
+            )
+        left = still
+
+
+def only_unpacked(libraries: Mapping[str, str]) -> list[str]:
+    """Return those of `libraries` that are only unpacked. Raises ConfigError for missing ones."""
+    absent = absent_libraries(libraries)
+    nowhere = [name for name in absent if not (unpacked_libraries() / name).exists()]
+    if nowhere:
+        packages = " ".join(libraries[name] for name in nowhere)
+        raise ConfigError(f"{', '.join(nowhere)} not found: sudo apt-get install {packages}")
+    return absent
+
+
+def _loads(name: str) -> bool:
+    try:
+        ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
+    except OSError:
+        return False
+    return True
 
 
 def load_library(options: MooncakeStorageOptions) -> Any:
@@ -106,10 +164,17 @@ class Client:
         self._registered: Counter[tuple[int, int]] = Counter()
         self._library = load_library(options)
         self._store = self._library.MooncakeDistributedStore()
-        setup = self._setup(options)
+        store: Any = self._store
+        if options.daemon is not None:
+            setup = functools.partial(store.setup_dummy, 0, 0, options.daemon)
+        else:
+            setup = functools.partial(
+                store.setup, options.host, options.metadata, options.segment, 0, options.protocol, options.devices,
+                options.master,
+            )
         # If the library hangs during setup, this process loses one thread.
         try:
-            done = pool.call(lambda: [setup()], pool.clock() + _SETUP_S)
+            done = pool.call(lambda: [int(setup())], pool.clock() + _SETUP_S)
         except NoThread as error:
             raise BackendUnavailable(f"mooncake store: {error}") from None
         if done != [codes.OK]:
@@ -119,14 +184,6 @@ class Client:
                 f"mooncake store: {where} {what}; check that it runs, the address, protocol {options.protocol!r} and, "
                 "for a segment, free memory"
             )
-
-    def _setup(self, options: MooncakeStorageOptions) -> Callable[[], int]:
-        store: Any = self._store
-        if options.daemon is not None:
-            return lambda: int(store.setup_dummy(0, 0, options.daemon))
-        return lambda: int(store.setup(
-            options.host, options.metadata, options.segment, 0, options.protocol, options.devices, options.master
-        ))
 
     def allocator(self) -> Any:
         """Return the library's allocator: every client, also a daemon's, can move pages from and to its memory."""
@@ -152,8 +209,7 @@ class Client:
                 self._store.unregister_buffer(address)
 
     def exist(self, keys: list[str]) -> list[int]:
-        """Return 1 for each stored page, 0 for a missing one. Grants leases: for a while stored pages are not evicted.
-        """
+        """Return 1 for each stored page, 0 for a missing one. Grants leases: stored pages stay for a while."""
         return codes.checked(self._store.batch_is_exist(keys), len(keys))
 
     def get(self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int]:

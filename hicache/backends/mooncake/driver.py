@@ -53,9 +53,7 @@ class MooncakeDriver:
     BackendError without memory for bounce buffers. Open it after a fork, not before.
     """
 
-    def __init__(
-        self, codec: FrameCodec | None, options: MooncakeStorageOptions, clock: Clock = SYSTEM_CLOCK
-    ) -> None:
+    def __init__(self, codec: FrameCodec | None, options: MooncakeStorageOptions, clock: Clock = SYSTEM_CLOCK) -> None:
         options = instance("options", options, MooncakeStorageOptions)
         if codec is None:
             # A tool moves pages itself, not through a daemon. It adds no segment, whose pages would be lost on `close`.
@@ -86,8 +84,7 @@ class MooncakeDriver:
             self._renew_if_lost(pages.errors, session)
 
     def _renew_if_lost(self, errors: list[str], session: ClientSession) -> None:
-        """Replace the session if the daemon rejects transfers: it restarted and no longer knows this process's memory.
-        """
+        """Replace the session if the daemon rejects transfers: it restarted, without this process's memory."""
         if self.options.daemon is not None and codes.kind_of(codes.BAD_PARAMETER) in errors:
             self._sessions.renew(session)
 
@@ -100,11 +97,7 @@ class MooncakeDriver:
         with self._sessions.use() as session:
             names = session.names.of(namespace, keys)
             if found is None:
-                return remove_unleased(
-                    names, deadline,
-                    lambda some: session.ask(lambda: session.client.remove(some, force=False), deadline),
-                    session.clock,
-                )
+                return remove_unleased(session, names, deadline)
             answers = session.ask(lambda: session.client.remove(names, force=True), deadline)
         kinds = [codes.kind_of(code) for code in answers if code < 0 and code not in codes.MISSES]
         return answers.count(codes.OK), kinds
@@ -119,7 +112,6 @@ class MooncakeDriver:
             yield StoredPage(*ids[name], size, None)
 
     def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> tuple[bytes, bool] | None:
-        """See Inspects."""
         size = min(bytes_max, page.bytes)
         if not size:
             return b"", True
@@ -129,7 +121,7 @@ class MooncakeDriver:
             session.paths.enlarge(size, deadline)
             with session.paths.path([[buffer]], deadline) as path:
                 address = path.addresses[0][0]
-                (code,) = session.moved(path.run(lambda: session.client.get_start(name, address, size), deadline))
+                (code,) = session.noted(path.run(lambda: session.client.get_start(name, address, size), deadline))
                 if code in codes.MISSES or code == codes.BAD_PARAMETER:  # removed, or replaced by a shorter page
                     return None
                 if code < 0:
@@ -151,8 +143,7 @@ class MooncakeDriver:
             _log.warning("mooncake store: a library call still hangs; the client is closed when it returns")
 
     def check(self) -> None:
-        """Raise InvariantError if bounce buffers are lost. REQUIRES: no verb and no abandoned library call is running.
-        """
+        """Raise InvariantError if bounce buffers are lost. REQUIRES: no verb and no abandoned call is running."""
         self._sessions.current.paths.check()
 
     def register_memory(self, memory: memoryview) -> None:

@@ -74,7 +74,7 @@ class ClientSession:
         self.users = 0
         self.retired = False
         self.names = Names(options.prefix)
-        self.client, self._pool = join_store(options, "mooncake", clock)
+        self.client, self._pool = join_store(options, clock)
         try:
             self.paths = PathSelector(self.client, self._pool, frame_bytes, options.staging, clock)
         except BackendError:
@@ -95,21 +95,17 @@ class ClientSession:
             result = self._pool.call(call, deadline + GRACE_S)
         except NoThread:
             raise StoreError(ErrorKind.NO_THREAD) from None
-        if result is None or any(map(codes.is_slow, result)):
-            self.paths.slow = True
-        if result is None:
-            raise StoreError(ErrorKind.TIMEOUT)
-        return result
+        return self.noted(result, moves=False)
 
-    def moved(self, result: list[int] | None) -> list[int]:
-        """Return `result` of a call that moves pages, and set `paths.slow` from it. Raises StoreError if it is None.
+    def noted(self, result: list[int] | None, *, moves: bool = True) -> list[int]:
+        """Return the `result` of a call, and set `paths.slow` from it. Raises StoreError if it is None.
 
-        After a slow failure, frames are copied until pages are moved again. An answer of the master alone does not
+        After a slow failure, frames are copied until a call `moves` pages again. An answer of the master alone does not
         prove that the owners of pages work.
         """
         if result is None or any(map(codes.is_slow, result)):
             self.paths.slow = True
-        elif any(code >= 0 for code in result):
+        elif moves and any(code >= 0 for code in result):
             self.paths.slow = False
         if result is None:
             raise StoreError(ErrorKind.TIMEOUT)
@@ -118,7 +114,7 @@ class ClientSession:
     def register(self, address: int, size: int) -> None:
         """Register memory, so that frames in it move without a copy. Raises BackendError."""
         self.client.register(address, size)
-        self.paths.add(address, address + size)
+        self.paths.registered += ((address, address + size),)
 
     def leave(self) -> None:
         """Release everything, after the last library call has ended. REQUIRES: no verb uses the session."""
@@ -136,23 +132,18 @@ class SessionManager:
         self._clock = clock
         self._make = make
         self._state = threading.Lock()
-        self._current = make()
+        self.current = make()  # the session that the next verb uses
         self._renew_from = -math.inf
         self._closed = False
         self._workers = SupervisedPool[Callable[[], None]](
             "mooncake-session", _HANGING_MAX, handle=lambda job, beat: job(), linger_s=0.0, clock=clock
         )
 
-    @property
-    def current(self) -> ClientSession:
-        """The session that the next verb uses."""
-        return self._current
-
     @contextlib.contextmanager
     def use(self) -> Iterator[ClientSession]:
         """Use the current session; it stays open until the block ends."""
         with self._state:
-            session = self._current
+            session = self.current
             session.users += 1
         try:
             yield session
@@ -168,14 +159,14 @@ class SessionManager:
         not block; verbs use the old session until then."""
         with self._state:
             now = self._clock()
-            if session is not self._current or now < self._renew_from or self._closed:
+            if session is not self.current or now < self._renew_from or self._closed:
                 return
             self._renew_from = now + RENEW_EVERY_S
         self._workers.submit(functools.partial(self._replace, session))
 
     def _replace(self, old: ClientSession) -> None:
         with self._state:
-            is_wanted = self._current is old and not self._closed
+            is_wanted = self.current is old and not self._closed
         if not is_wanted:
             return
         old.client.forget()
@@ -187,10 +178,10 @@ class SessionManager:
         _log.warning("mooncake store: reconnected to the daemon; it had lost this process's memory")
         with self._state:
             unwanted = old
-            if self._closed or self._current is not old:
+            if self._closed or self.current is not old:
                 unwanted = new
             else:
-                self._current = new
+                self.current = new
             unwanted.retired = True
             unused = not unwanted.users
         if unused:
@@ -204,24 +195,23 @@ class SessionManager:
         """
         with self._state:
             self._closed = True
-        self._workers.submit(self._current.leave)
+        self._workers.submit(self.current.leave)
         return self._workers.close(timeout_s)
 
 
-def remove_unleased(
-    names: Sequence[str], deadline: float, remove: Callable[[list[str]], list[int]], clock: Clock
-) -> tuple[int, list[str]]:
+def remove_unleased(session: ClientSession, names: Sequence[str], deadline: float) -> tuple[int, list[str]]:
     """Remove pages, and retry those with a lease. Return how many were removed, and the error kinds.
 
-    `remove` makes one attempt for some names; its StoreError counts as an error of each of them. Blocks while leases
-    remain, at most until `deadline` and for at most `_LEASE_WAIT_S_MAX`.
+    A StoreError counts as an error of each remaining page. Blocks while leases remain, at most until `deadline` and for
+    at most `_LEASE_WAIT_S_MAX`.
     """
+    clock = session.clock
     left = list(names)
     removed, errors = 0, list[str]()
     give_up = min(deadline, clock() + _LEASE_WAIT_S_MAX)
     while True:
         try:
-            found = remove(left)
+            found = session.ask(functools.partial(session.client.remove, left, force=False), deadline)
         except StoreError as error:
             return removed, errors + [error.kind] * len(left)
         removed += found.count(codes.OK)

@@ -150,8 +150,7 @@ class RedisWrites(_RedisBatch[PageWrites]):
         self._pages.errors += failures(unlink(self._context, names, until))
 
     def _absent(self) -> list[int]:
-        """Return the positions of pages that must be sent: a lookup is cheaper than a body. Stored pages count as used.
-        """
+        """Return the positions of the pages to send: a lookup is cheaper than a body. Stored pages count as used."""
         absent = []
         answers = exists(self._context, self._names, to_read=False, refresh=True, deadline=self._deadline)
         for position, answer in enumerate(answers):

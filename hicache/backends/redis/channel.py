@@ -53,15 +53,12 @@ _NESTING_MAX = 8
 _LINE_MEAN_BYTES = 512
 _LENGTH_DIGITS_MAX = 20
 _ONE_LINE_KINDS = (b"+", b"-", b":")
-
-
 # struct timeval: seconds and microseconds. Zero for both would mean no timeout.
 _TIMEVAL = struct.Struct("@ll")
 
 
 class Oversize(Exception):
-    """Raised for a body far too long for a page. The channel is closed; repeat the requests in flight after this one.
-    """
+    """Raised for a body far too long for a page. The channel is closed; repeat the requests in flight after it."""
 
     def __init__(self, length: int) -> None:
         super().__init__(length)
@@ -122,8 +119,7 @@ class Channel:
         self._broken = True
 
     def read_response(self, disable_decoding: bool = False, timeout: object = None) -> Reply:
-        """Return the reply to a command that redis-py has sent: never decoded, and read within this channel's limits.
-        """
+        """Return the reply to a command that redis-py has sent: not decoded, and within this channel's limits."""
         self._owed += 1
         return self.read_reply(self._deadline)
 
@@ -150,8 +146,11 @@ class Channel:
             if self._tls is not None:
                 for part in parts:
                     self._send_all(memoryview(part), deadline)
-            else:
-                self._send_gathered(parts, deadline)
+                return
+            left = [memoryview(part) for part in parts]
+            while left:
+                self._arm(deadline)
+                left = without_first(left, self._sock.sendmsg(left[:_BUFFERS_MAX]))
             return
         except OSError as error:
             failure = self._last_words(error, deadline) or self._broken_by(error, deadline)
@@ -162,12 +161,6 @@ class Channel:
         while part:
             self._arm(deadline)
             part = part[self._sock.send(part) :]
-
-    def _send_gathered(self, parts: Sequence[Part], deadline: float) -> None:
-        left = [memoryview(part) for part in parts]
-        while left:
-            self._arm(deadline)
-            left = without_first(left, self._sock.sendmsg(left[:_BUFFERS_MAX]))
 
     def _arm(self, deadline: float) -> None:
         """Set the timeout of the next socket operation from the deadline. Raises TimeoutError after the deadline."""
@@ -213,8 +206,7 @@ class Channel:
         return StoreError(ErrorKind.PROTOCOL, what)
 
     def _receive(self, buffers: Sequence[memoryview], deadline: float) -> int:
-        """Receive at least one byte into the buffers, in order; return the count. With TLS only into the first buffer.
-        """
+        """Receive at least one byte into the buffers, in order; return the count. With TLS only into the first."""
         try:
             self._arm(deadline)
             if len(buffers) == 1 or self._tls is not None:
@@ -285,11 +277,7 @@ class Channel:
         return lines
 
     def read_page(
-        self,
-        buffers: Sequence[memoryview],
-        fits: Callable[[int], bool],
-        tag: TagStream | None,
-        deadline: float,
+        self, buffers: Sequence[memoryview], fits: Callable[[int], bool], tag: TagStream | None, deadline: float,
     ) -> int | ErrorReply | None:
         """Read the reply to one GET. Return the length of the value in bytes, None for a missing value, or an error
         reply. If `fits` accepts the length, the value is read into the first bytes of `buffers` and added to `tag`.
@@ -311,7 +299,12 @@ class Channel:
         if fits(length):
             self._read_body([one for one in first_bytes(buffers, length) if one.nbytes], tag, deadline)
         else:
-            self._drain(length, deadline)
+            if length > _DRAIN_MAX_BYTES:
+                self.close()
+                raise Oversize(length)
+            sink = memoryview(bytearray(min(length, _DRAIN_BYTES)))
+            for start in range(0, length, _DRAIN_BYTES):
+                self._read_body([sink[: length - start]], None, deadline)
         self._end_of_body(deadline)
         self._owed -= 1
         return length
@@ -343,16 +336,6 @@ class Channel:
             return count
         behind = buffers[index + 1 : index + _BUFFERS_MAX]
         return self._receive([target, *first_bytes(behind, _PIECE_MAX_BYTES - len(target))], deadline)
-
-    def _drain(self, length: int, deadline: float) -> None:
-        if length > _DRAIN_MAX_BYTES:
-            self.close()
-            raise Oversize(length)
-        sink = memoryview(bytearray(min(length, _DRAIN_BYTES)))
-        while length:
-            piece = sink[:length]
-            self._read_body([piece], None, deadline)
-            length -= len(piece)
 
     def _end_of_body(self, deadline: float) -> None:
         while self._end - self._start < 2:

@@ -14,6 +14,7 @@ Locking design: `_dials` limits those threads and decides whether a connection g
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -96,7 +97,10 @@ class Connector:
         failures: list[StoreError] = []
         for number in (*range(first, len(sentinels)), *range(first)):
             try:
-                found = self._alive(entries(self._ask(sentinels[number], question, deadline)))
+                # Sentinels have no databases.
+                channel, reply = self._enter(sentinels[number], self._access.sentinel_login, [question], deadline)
+                channel.close()
+                found = self._alive(entries(reply))
             except StoreError as failure:
                 failures.append(failure)
                 # The next call skips this sentinel, even if this call has no time for another.
@@ -108,12 +112,6 @@ class Connector:
         if len(failures) == len(sentinels):
             raise failures[-1]
         return []
-
-    def _ask(self, sentinel: Endpoint, question: Sequence[bytes], deadline: float) -> Reply:
-        # Sentinels have no databases.
-        channel, reply = self._enter(sentinel, self._access.sentinel_login, [question], deadline)
-        channel.close()
-        return reply
 
     def _alive(self, entries: Reply) -> list[Address]:
         if not isinstance(entries, list) or len(entries) > NODES_MAX:
@@ -128,26 +126,21 @@ class Connector:
     def _enter(self, endpoint: Endpoint, login: _Login, orders: Sequence[Sequence[bytes]], deadline: float) -> _Opened:
         """Open a channel, log in, send the commands `orders`, and return the channel with the first reply. Takes at
         most `timeout` in total, twice if the server rejects a password that has been replaced."""
-        return login.run(lambda provider: self._dial(endpoint, provider, orders, deadline))
 
-    def _dial(
-        self, endpoint: Endpoint, provider: CredentialProvider | None, orders: Sequence[Sequence[bytes]],
-        deadline: float,
-    ) -> _Opened:
-        by = min(deadline, self._clock() + self._access.options.timeout)
+        def dial(provider: CredentialProvider | None) -> _Opened:
+            by = min(deadline, self._clock() + self._access.options.timeout)
+            work = functools.partial(_open, endpoint, self._access, provider, orders, by, self._clock)
+            try:
+                opened = self._dials.call(work, by, late=_close)
+            except NoThread:
+                opened = StoreError(ErrorKind.NO_THREAD)
+            if isinstance(opened, tuple):
+                return opened
+            if opened is None or opened.kind == ErrorKind.DEADLINE:
+                opened = StoreError(ErrorKind.TIMEOUT if by < deadline else ErrorKind.DEADLINE)
+            raise opened
 
-        def dial() -> _Opened | StoreError:
-            return _open(endpoint, self._access, provider, orders, by, self._clock)
-
-        try:
-            opened = self._dials.call(dial, by, late=_close)
-        except NoThread:
-            opened = StoreError(ErrorKind.NO_THREAD)
-        if isinstance(opened, tuple):
-            return opened
-        if opened is None or opened.kind == ErrorKind.DEADLINE:
-            opened = StoreError(ErrorKind.TIMEOUT if by < deadline else ErrorKind.DEADLINE)
-        raise opened
+        return login.run(dial)
 
 
 def _open(
@@ -173,7 +166,13 @@ def _open(
     )
     try:
         connection.connect()
-        return channel, _order(channel, orders, by)
+        channel.send([b"".join([command(*order) for order in orders])], len(orders), by)
+        replies: list[Reply] = []
+        for order in orders:
+            replies.append(reply := channel.read_reply(by))
+            if isinstance(reply, ErrorReply) and not (order[0] in _OPTIONAL and reply.kind in _UNABLE):
+                raise _rejected(reply, order[0])
+        return channel, replies[0]
     except StoreError as error:
         failure = error
     except ErrorReply as error:
@@ -184,17 +183,6 @@ def _open(
         failure = failure_of(cause) if isinstance(cause, OSError) else StoreError(ErrorKind.PROTOCOL, "to AUTH")
     connection.disconnect()
     return StoreError(failure.kind, failure.detail)
-
-
-def _order(channel: Channel, orders: Sequence[Sequence[bytes]], by: float) -> Reply:
-    """Send commands and return the first reply."""
-    channel.send([b"".join([command(*order) for order in orders])], len(orders), by)
-    replies: list[Reply] = []
-    for order in orders:
-        replies.append(reply := channel.read_reply(by))
-        if isinstance(reply, ErrorReply) and not (order[0] in _OPTIONAL and reply.kind in _UNABLE):
-            raise _rejected(reply, order[0])
-    return replies[0]
 
 
 def _rejected(reply: ErrorReply, verb: bytes) -> StoreError:

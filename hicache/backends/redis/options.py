@@ -26,8 +26,7 @@ Endpoint: TypeAlias = Address | Path
 
 
 def named_address(host: bytes, port: object) -> Address | None:
-    """Return the address for a host and a port (a number or its digits) that a server names; None if it is not valid.
-    """
+    """Return the address for a host and a port (a number or its digits) that a server names; None if not valid."""
     try:
         # An IPv6 zone names an interface of this machine, which a server cannot know.
         name = check_host(host.decode("ascii"))
@@ -62,8 +61,7 @@ class RedisAccess:
         return ",".join(str(address) for address in self.addresses)
 
     def shown(self, endpoint: Endpoint) -> str:
-        """Return the endpoint as text for messages. Omits a host name that a server has named: it may repeat a secret.
-        """
+        """Return the endpoint as text for messages, without a name that a server has given: it may be a secret."""
         is_ours = endpoint in self.addresses or endpoint in self.replicas
         if is_ours or isinstance(endpoint, Path) or _ip(endpoint.host):
             return str(endpoint)

@@ -10,6 +10,8 @@ of these is atomic in CPython. Positions that no lane took get their outcome aft
 
 from __future__ import annotations
 
+import functools
+import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
@@ -53,8 +55,7 @@ return redis.call('UNLINK', key)
 
 @dataclass(frozen=True, slots=True)
 class StoredValue:
-    """The value stored under a page's key: its length, -1 if it is not a string, and its first bytes if they were read.
-    """
+    """The value stored under a page's key: its length, -1 if it is not a string, and its first bytes if read."""
 
     length: int
     head: bytes = b""
@@ -76,15 +77,15 @@ class RedisContext:
         return [head + key.hex().encode() for key in keys]
 
 
+@dataclass(slots=True, eq=False)
 class Group:
     """The remaining positions of one server. After `stop` no more are requested; `failure` is the reason."""
 
-    def __init__(self, server: Server, positions: Iterable[int], asking: bool) -> None:
-        self.server = server
-        self.todo = deque(positions)
-        self.asking = asking
-        self.stop = False
-        self.failure: StoreError | None = None
+    server: Server
+    todo: deque[int]
+    asking: bool
+    stop: bool = False
+    failure: StoreError | None = None
 
 
 class Requests(ABC):
@@ -124,12 +125,27 @@ class Requests(ABC):
         groups = self._grouped(positions)
         left, vain = len(positions), 0
         while groups and vain < _VAIN_ROUNDS_MAX:
-            self._run(groups)
+            until = self._until(groups)
+            # The first lane of each server comes first, so that a hanging server does not take all threads.
+            lanes = [
+                (group, lane == 0, until)
+                for lane in range(self._width)
+                for group in groups if lane * self._lane_length < len(group.todo)
+            ]
+            self._context.workers.run(len(lanes), functools.partial(self._lane, lanes))
             for group in groups:
-                self._settle(group)
+                # The positions that no lane has taken are requested again, unless the group has failed.
+                remaining = [position for position in group.todo if position < self._end]
+                if group.failure is None:
+                    self._again += remaining
+                else:
+                    self._fail(remaining, group.failure, group.server)
             again, self._again = self._again, []
             groups = self._grouped(sorted(again)) if again else []
-            groups += self._redirected_groups()
+            followed, refused = self._context.router.follow(self._redirects, self._deadline)
+            self._redirects = {}
+            self._fail(refused, StoreError(ErrorKind.FOREIGN_ADDRESS))
+            groups += [Group(server, deque(sorted(found)), asking) for (server, asking), found in followed.items()]
             before, left = left, sum(len(group.todo) for group in groups)
             vain += left >= before
         for group in groups:
@@ -144,40 +160,17 @@ class Requests(ABC):
             self._fail(positions, failure)
             return []
         self._fail(by_server.pop(None, []), StoreError(ErrorKind.NODE_DOWN))
-        return [Group(server, found, False) for server, found in by_server.items() if server is not None]
+        return [Group(server, deque(found), False) for server, found in by_server.items() if server is not None]
 
-    def _redirected_groups(self) -> list[Group]:
-        followed, refused = self._context.router.follow(self._redirects, self._deadline)
-        self._redirects = {}
-        self._fail(refused, StoreError(ErrorKind.FOREIGN_ADDRESS))
-        return [Group(server, sorted(found), asking) for (server, asking), found in followed.items()]
-
-    def _run(self, groups: list[Group]) -> None:
-        until = self._until(groups)
-        # The first lane of each server comes first, so that a hanging server does not take all threads.
-        lanes = [
-            (group, lane == 0)
-            for lane in range(self._width)
-            for group in groups if lane * self._lane_length < len(group.todo)
-        ]
-        self._context.workers.run(len(lanes), lambda number: self._lane(*lanes[number], until))
-
-    def _settle(self, group: Group) -> None:
-        """Handle the positions that no lane has taken: request them again, or fail them if the group has failed."""
-        left = [position for position in group.todo if position < self._end]
-        if group.failure is None:
-            self._again += left
-        else:
-            self._fail(left, group.failure, group.server)
-
-    def _lane(self, group: Group, is_first: bool, until: float) -> None:
+    def _lane(self, lanes: Sequence[tuple[Group, bool, float]], number: int) -> None:
+        group, is_first, until = lanes[number]
         if group.failure is not None or not group.todo:
             return
         server, pending = group.server, deque[int]()
         try:
             pool = self._context.pools.of(server.address, self._purpose, read_only=server.read_only)
             # Only the first lane waits for a connection if other calls use all of them: one lane is enough.
-            with pool.lease(until) if is_first else pool.lease_nowait(until) as channel:
+            with pool.lease(until) if is_first else pool.lease_until(-math.inf, until) as channel:
                 if channel is None:
                     return
                 try:
@@ -215,12 +208,7 @@ class KeyRequests(Requests):
     """Sends one request per key; each has a one-line reply."""
 
     def __init__(
-        self,
-        context: RedisContext,
-        names: Sequence[bytes],
-        request: Callable[[int], bytes],
-        *,
-        to_read: bool,
+        self, context: RedisContext, names: Sequence[bytes], request: Callable[[int], bytes], *, to_read: bool,
         deadline: float,
     ) -> None:
         super().__init__(context, names, deadline, to_read=to_read, purpose=Purpose.KEYS)

@@ -57,17 +57,14 @@ class Pool:
     @contextlib.contextmanager
     def lease(self, deadline: float) -> Iterator[Channel]:
         """Lease a connection for the duration of the context. Waits for a free one or opens one. Raises StoreError."""
-        with self._lease(deadline, deadline) as channel:
+        with self.lease_until(deadline, deadline) as channel:
             if channel is None:
                 raise StoreError(ErrorKind.DEADLINE)
             yield channel
 
-    def lease_nowait(self, deadline: float) -> contextlib.AbstractContextManager[Channel | None]:
-        """As `lease`, but yields None if all connections are leased."""
-        return self._lease(deadline, -math.inf)
-
     @contextlib.contextmanager
-    def _lease(self, deadline: float, until: float) -> Iterator[Channel | None]:
+    def lease_until(self, until: float, deadline: float) -> Iterator[Channel | None]:
+        """As `lease`, but yields None if all connections are leased until `until`."""
         with self._returned:
             is_free = self._clock.wait_for(self._returned, lambda: bool(self._slots), until)
             idle = self._slots.pop() if is_free else None

@@ -30,7 +30,7 @@ from ...background import BackgroundTask
 from ...clock import SYSTEM_CLOCK, Clock
 from ...config.addresses import Address
 from ..errors import ErrorKind, StoreError
-from .channel import Channel, Reply
+from .channel import Reply
 from .connect import NODES_MAX, Connector, named_node
 from .errors import ErrorReply
 from .options import Endpoint, RedisAccess, named_address
@@ -169,12 +169,9 @@ class Router:
     def _answers(self, address: Endpoint) -> bool:
         deadline = self._clock() + self._access.options.timeout
         question = (b"EXISTS", self._access.options.key_prefix.encode())  # of the commands that an engine needs anyway
-
-        def ask(channel: Channel) -> Reply:
-            return channel.call(*question, deadline=deadline)
-
         try:
-            reply = self._pools.of(address, Purpose.KEYS).run(ask, deadline)
+            pool = self._pools.of(address, Purpose.KEYS)
+            reply = pool.run(lambda channel: channel.call(*question, deadline=deadline), deadline)
         except StoreError:
             return False
         return not isinstance(reply, ErrorReply) or reply.kind not in _DOWN
@@ -198,7 +195,15 @@ class Router:
 
     def _learn(self, deadline: float) -> None:
         """Request new routes, and forget the servers that are not in them."""
-        self._routes = self._find(deadline)
+        access = self._access
+        if access.mode == "cluster":
+            self._routes = self._find_cluster(deadline)
+        elif access.mode == "single":
+            self._routes = Routes((Shard(access.addresses[0], tuple(access.replicas)),))
+        else:
+            primary = self._connector.find_primary(deadline)
+            replicas = self._connector.find_replicas(deadline) if access.options.read_from == "replica" else []
+            self._routes = Routes((Shard(primary, tuple(replicas)),))
         known = self._routes.addresses()
         self._pools.keep(known)
         self._down = {address: failure for address, failure in self._down.items() if address in known}
@@ -262,16 +267,6 @@ class Router:
         if not replicas:
             return Server(shard.primary)
         return Server(random.choice(replicas), read_only=self._access.mode == "cluster")
-
-    def _find(self, deadline: float) -> Routes:
-        access = self._access
-        if access.mode == "cluster":
-            return self._find_cluster(deadline)
-        if access.mode == "single":
-            return Routes((Shard(access.addresses[0], tuple(access.replicas)),))
-        primary = self._connector.find_primary(deadline)
-        replicas = self._connector.find_replicas(deadline) if access.options.read_from == "replica" else []
-        return Routes((Shard(primary, tuple(replicas)),))
 
     def _find_cluster(self, deadline: float) -> Routes:
         """Request the routes from one node after another: first the known good ones, then those that have failed, then

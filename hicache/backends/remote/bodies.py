@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ...frame import TagStream
 from ..base import GetOutcome, SetOutcome
@@ -16,36 +16,29 @@ from ..pages import PageReads, PageWrites
 from .client import DaemonClient, kinds_of, list_of
 
 # The reason of a damaged page that the daemon has found and removed.
-BY_DAEMON = "daemon"
+_BY_DAEMON = "daemon"
 # The outcome of a page, as one byte of the reply to `read`.
 OUTCOME_BYTES = {outcome: outcome.value[:1].upper().encode() for outcome in GetOutcome}
 _OUTCOMES = {byte[0]: outcome for outcome, byte in OUTCOME_BYTES.items()}
 
 
-def read_pages(
-    client: DaemonClient, path: str, reads: PageReads[bool], positions: Sequence[int]
-) -> None:
+def read_pages(client: DaemonClient, path: str, reads: PageReads[bool], positions: Sequence[int]) -> None:
     """Read pages directly into their buffers and settle each of them. Raises StoreError; settled pages stay settled. A
     damaged page is `found` if the daemon had accepted it and its header is that of the page."""
     size = reads.codec.frame_bytes
 
-    def take(connection: Connection, length: int, until: float) -> bool:
+    def take(connection: Connection, length: int, until: float) -> None:
         outcomes = [_OUTCOMES.get(byte) for byte in connection.read_exactly(min(length, len(positions)), until)]
         if None in outcomes or length != len(positions) + outcomes.count(GetOutcome.HIT) * size:
             raise StoreError(ErrorKind.PROTOCOL, "the reply has other pages than requested")
-        for position, outcome in zip(positions, outcomes, strict=True):
-            if outcome is GetOutcome.HIT:
-                arrived: TagStream | None = reads.stream() if size > PIECE_BYTES else None
-                connection.read_into(reads.buffers(position), until, arrived)
-                is_ours = reads.codec.is_sealed(reads.keys[position], reads.pages[position])
-                reads.accept(position, size, is_ours or None, arrived)
-            elif outcome is GetOutcome.MISS:
-                reads.miss(position)
-            elif outcome is GetOutcome.CORRUPT:
-                reads.damage(position, BY_DAEMON, False)
-            else:
-                reads.fail(position, ErrorKind.SERVER_ERROR)
-        return True
+
+        def accept(position: int) -> None:
+            arrived: TagStream | None = reads.stream() if size > PIECE_BYTES else None
+            connection.read_into(reads.buffers(position), until, arrived)
+            is_ours = reads.codec.is_sealed(reads.keys[position], reads.pages[position])
+            reads.accept(position, size, is_ours or None, arrived)
+
+        settle_reads(reads, positions, outcomes, (), accept)
 
     client.receive_pages(path, [reads.keys[position] for position in positions], take, deadline=reads.deadline)
 
@@ -61,6 +54,24 @@ def write_pages(client: DaemonClient, path: str, writes: PageWrites, positions: 
         query["parent"] = parent.hex()
     answer = client.send_pages(path, query, body, deadline=writes.deadline)
     settle_writes(writes, positions, list_of(answer, "outcomes", len(positions)), kinds_of(answer, 4 * len(positions)))
+
+
+def settle_reads(
+    reads: PageReads[bool], positions: Sequence[int], words: Sequence[str | None], kinds: Sequence[str],
+    accept: Callable[[int], None],
+) -> None:
+    """Report the daemon's outcomes `words` of pages, hits by `accept`, and its errors `kinds`."""
+    errors = iter(kinds)
+    for position, word in zip(positions, words, strict=True):
+        if word == GetOutcome.HIT:
+            accept(position)
+        elif word == GetOutcome.MISS:
+            reads.miss(position)
+        elif word == GetOutcome.CORRUPT:
+            reads.damage(position, _BY_DAEMON, False)
+        else:
+            reads.fail(position, next(errors, ErrorKind.SERVER_ERROR))
+    reads.errors += errors
 
 
 def settle_writes(writes: PageWrites, positions: Sequence[int], words: Sequence[str], kinds: Sequence[str]) -> None:

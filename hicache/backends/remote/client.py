@@ -1,5 +1,7 @@
 """The requests of a `remote` store to a daemon, and their replies; its address and credentials.
 
+`explain` says in words why a request failed, and what to change.
+
 Each request is tried once and ends soon after its deadline. A request without a reply raises StoreError. A request that
 the daemon has rejected raises `Refused`: it had no effect, and the daemon does not access its frames.
 
@@ -11,10 +13,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 from urllib.parse import urlencode
 
 from ... import tracing
@@ -31,9 +34,8 @@ from ..http import Connection, ConnectionPool, Head, Server, read_small, request
 from ..rotated import Rotated, client_tls
 
 T = TypeVar("T")
-# Reads the pages of a reply from a connection; the arguments are their bytes and the deadline. Returns True if all were
-# read.
-PageReceiver: TypeAlias = Callable[[Connection, int, float], bool]
+# Reads the pages of a reply from a connection; the arguments are their bytes and the deadline.
+PageReceiver: TypeAlias = Callable[[Connection, int, float], None]
 # The protocol's limits for one request; the daemon may have a lower one.
 TIMEOUT_S_MAX = 3600.0
 # A daemon replies at the deadline of a request; the reply has this time to arrive.
@@ -114,20 +116,16 @@ class DaemonClient:
         self._pool = ConnectionPool(access.server, clock)
 
     def call(
-        self,
-        method: str,
-        path: str,
-        fields: Mapping[str, object] | None = None,
-        keys: Sequence[bytes] = (),
-        *,
-        deadline: float,
-        may_repeat: bool = True,
+        self, method: str, path: str, fields: Mapping[str, object] | None = None, keys: Sequence[bytes] = (), *,
+        deadline: float, may_repeat: bool = True,
     ) -> Mapping[str, Any]:
         """Send `fields` and `keys` as JSON, with the remaining time as `timeout_s`, and return the fields of the reply.
         Raises Refused and StoreError."""
         left_s = self._time_left(deadline)
         body = b"" if fields is None else _body(fields, keys, left_s)
-        return self._answer(method, path, _JSON, [memoryview(body)], left_s, may_repeat=may_repeat)
+        return self._exchange(
+            method, path, _JSON, [memoryview(body)], self._read_fields, left_s, may_repeat=may_repeat
+        )
 
     def send_pages(
         self, path: str, query: Mapping[str, object], pages: Sequence[memoryview], *, deadline: float
@@ -135,33 +133,20 @@ class DaemonClient:
         """Send buffers as the body of a request and return the fields of the reply. Raises as `call`."""
         left_s = self._time_left(deadline)
         target = f"{path}?{urlencode({**query, 'timeout_s': left_s})}"
-        return self._answer("POST", target, "application/octet-stream", pages, left_s)
-
-    def _answer(
-        self, method: str, path: str, content_type: str, body: Sequence[memoryview], left_s: float,
-        *, may_repeat: bool = True,
-    ) -> Mapping[str, Any]:
-        until = self.clock() + left_s + GRACE_S
-
-        def read(connection: Connection, head: Head) -> Mapping[str, Any]:
-            return _fields(self._small(connection, head, until))
-
-        return self._exchange(method, path, content_type, body, read, until, may_repeat=may_repeat)
+        return self._exchange("POST", target, "application/octet-stream", pages, self._read_fields, left_s)
 
     def receive_pages(self, path: str, keys: Sequence[bytes], take: PageReceiver, *, deadline: float) -> None:
         """As `call`, for a reply with pages: `take` reads them from the connection. Raises as `call`."""
         left_s = self._time_left(deadline)
-        body = _body({}, keys, left_s)
 
-        def read(connection: Connection, head: Head) -> None:
+        def read(connection: Connection, head: Head, until: float) -> None:
             if head.status != 200 or head.length is None or head.is_chunked:
                 self._small(connection, head, until)
                 raise StoreError(ErrorKind.PROTOCOL, "the daemon's answer has no length")
-            if take(connection, head.length, until):
-                connection.finish()
+            take(connection, head.length, until)
+            connection.finish()
 
-        until = self.clock() + left_s + GRACE_S
-        self._exchange("POST", path, _JSON, [memoryview(body)], read, until)
+        self._exchange("POST", path, _JSON, [memoryview(_body({}, keys, left_s))], read, left_s)
 
     def close(self) -> None:
         """Close the connections. REQUIRES: no request is in flight."""
@@ -174,6 +159,9 @@ class DaemonClient:
             raise StoreError(ErrorKind.DEADLINE)
         return left_s
 
+    def _read_fields(self, connection: Connection, head: Head, until: float) -> Mapping[str, Any]:
+        return _fields(self._small(connection, head, until))
+
     def _small(self, connection: Connection, head: Head, deadline: float) -> bytes:
         """Return the body of a reply. Raises Refused, and StoreError for other failures."""
         body = read_small(connection, head, _ANSWER_BYTES_MAX, deadline)
@@ -185,21 +173,18 @@ class DaemonClient:
         kind: str = otherwise
         with contextlib.suppress(StoreError):  # from another server: the status is enough
             fields = _fields(body)
-            kind, words = _kind(fields.get("error"), otherwise), _words(fields, self.access.token.get() or "")
+            kind, detail, token = _kind(fields.get("error"), otherwise), fields.get("detail"), self.access.token.get()
+            if isinstance(detail, str) and isinstance(fields.get("error"), str) and not (token and token in detail):
+                words = "".join(one if one.isprintable() else " " for one in detail[:_WORDS_MAX])
         raise Refused(kind, head.status, head.retry_after_s, words)
 
     def _exchange(
-        self,
-        method: str,
-        path: str,
-        content_type: str,
-        body: Sequence[memoryview],
-        read: Callable[[Connection, Head], T],
-        until: float,
-        *,
-        may_repeat: bool = True,
+        self, method: str, path: str, content_type: str, body: Sequence[memoryview],
+        read: Callable[[Connection, Head, float], T], left_s: float, *, may_repeat: bool = True,
     ) -> T:
-        """Send a request with the token, and `read` its reply. Raises as ConnectionPool.exchange."""
+        """Send a request with the token, and `read` its reply until `left_s` and a grace are over. Raises as
+        ConnectionPool.exchange."""
+        until = self.clock() + left_s + GRACE_S
         length = sum(part.nbytes for part in body)
         headers = {"host": self.access.host, "content-type": content_type, "content-length": str(length),
                    **tracing.headers()}
@@ -207,7 +192,9 @@ class DaemonClient:
         def send(token: str | None) -> T:
             login = {} if token is None else {"authorization": f"Bearer {token}"}
             head = request_head(method, path, {**headers, **login})
-            return self._pool.exchange(head, body, read, until, may_repeat=may_repeat)
+            return self._pool.exchange(
+                head, body, lambda connection, reply: read(connection, reply, until), until, may_repeat=may_repeat
+            )
 
         return self.access.token.run(send)
 
@@ -251,14 +238,6 @@ def _kind(word: object, otherwise: ErrorKind) -> str:
     return word if word in _KINDS else _BY_GUARD.get(word, otherwise)
 
 
-def _words(answer: Mapping[str, Any], token: str) -> str:
-    """Return a server's explanation as printable text of limited length, without the token; empty if there is none."""
-    detail = answer.get("detail")
-    if not isinstance(detail, str) or not isinstance(answer.get("error"), str) or (token and token in detail):
-        return ""
-    return "".join(character if character.isprintable() else " " for character in detail[:_WORDS_MAX])
-
-
 def _fields(body: bytes) -> Mapping[str, Any]:
     try:
         answer = json.loads(body)
@@ -267,3 +246,68 @@ def _fields(body: bytes) -> Mapping[str, Any]:
     if not isinstance(answer, dict):
         raise StoreError(ErrorKind.PROTOCOL, "the answer is not a JSON object")
     return answer
+
+
+class Entries(NamedTuple):
+    """The names under which a user changes the connection to a daemon."""
+
+    address: str
+    url: str
+    ca: str
+    certificate: str
+
+
+CONFIGURED = Entries("socket or url", "url", "ca_file", "certificate and key")
+
+_NOT_A_DAEMON = "it is not a HiCache daemon, or one of another version; correct {address}"
+_NOT_WORKING = "it, or a proxy before it, does not work; see its log"
+_NOT_STARTED = "start the daemon with: hicache serve -c FILE; or correct {address}"
+_SILENT = "see its log, and whether a firewall drops packets"
+_ANOTHER_USER = "run this process as the user of the daemon"
+_BY_KIND: Mapping[str, str] = {
+    ErrorKind.CONNECTION_REFUSED: _NOT_STARTED,
+    ErrorKind.UNREACHABLE: "check {address} and the network",
+    ErrorKind.DNS: "correct the host in {url}",
+    ErrorKind.TIMEOUT: _SILENT,
+    ErrorKind.DEADLINE: _SILENT,
+    ErrorKind.ACCESS_DENIED: _ANOTHER_USER,
+    ErrorKind.PROTOCOL: _NOT_A_DAEMON,
+    ErrorKind.SERVER_ERROR: _NOT_WORKING,
+}
+# By OpenSSL's reason; the first match counts.
+_OF_TLS: tuple[tuple[str, str], ...] = (
+    ("verify failed.*(expired|yet valid)", "renew the certificate of the daemon, or set the clock"),
+    ("alert certificate expired", "renew the certificate of this client ({certificate})"),
+    ("verify failed", "check {ca}, which must contain the authority of the daemon, and the host in {url}"),
+    ("alert certificate required", "the daemon requires a client certificate; set {certificate}"),
+    ("alert .*(certificate|unknown ca|decrypt error|handshake failure|access denied)",
+     "the daemon does not accept this client's certificate; check {certificate} against its daemon.tls.client_ca"),
+    ("wrong version|http request|record layer|packet length",
+     "the server does not use TLS at this port; correct {url}, which begins with http:// for a daemon without TLS"),
+    ("", "check {ca}, {certificate} and {url}"),
+)
+
+
+def explain(error: StoreError, entries: Entries, server: Server) -> str:
+    """Return why a request to `server` failed, in the daemon's own words if it gave any, and what to change."""
+    advice = _advice(error, server).format(**entries._asdict())
+    return f"{error}; {advice}" if advice else str(error)
+
+
+def _advice(error: StoreError, server: Server) -> str:
+    """Return what to change, with the names of Entries in braces; empty if the error already says it."""
+    if isinstance(error, Refused):
+        if not error.is_explained:
+            return _NOT_WORKING if error.status == 503 else _NOT_A_DAEMON
+        return _NOT_A_DAEMON if error.is_unknown else ""
+    if error.kind in (ErrorKind.TLS, ErrorKind.CERTIFICATE_EXPIRED):
+        return next(advice for reason, advice in _OF_TLS if re.search(reason, error.detail))
+    if isinstance(error.__cause__, PermissionError):
+        return _ANOTHER_USER
+    if isinstance(error.__cause__, FileNotFoundError):
+        return _NOT_STARTED  # no such socket
+    if error.kind == ErrorKind.CONNECTION_LOST and not server.socket:
+        if server.tls is None:
+            return "if the daemon uses TLS, {url} must begin with https://; otherwise see its log"
+        return "if the daemon requires client certificates, check {certificate}; otherwise see its log"
+    return _BY_KIND.get(error.kind, "see its log")

@@ -32,9 +32,8 @@ from ..base import GetOutcome, SetOutcome, StoredPage, Usage
 from ..driver import Answer, Incidents
 from ..errors import ErrorKind, StoreError
 from ..pages import PageReads, PageWrites
-from .bodies import BY_DAEMON, parts_of, read_pages, settle_writes, write_pages
-from .causes import CONFIGURED, explain
-from .client import DaemonClient, Refused, kinds_of, list_of, number_of, open_access
+from .bodies import parts_of, read_pages, settle_reads, settle_writes, write_pages
+from .client import CONFIGURED, DaemonClient, Refused, explain, kinds_of, list_of, number_of, open_access
 from .frames import FrameRun, SharedFrames, frame_runs
 
 T = TypeVar("T")
@@ -112,7 +111,6 @@ class RemoteDriver:
         self._memories += (shared,)
 
     def find_prefix(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
-        """See FindsPrefixes."""
         stored, kinds = 0, list[str]()
         for some in _batches(keys):
             answer, more = self._ask("exists", namespace, some, deadline)
@@ -124,7 +122,6 @@ class RemoteDriver:
         return stored, kinds
 
     def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> Iterator[Answer]:
-        """See Driver."""
         return self._flags("has", namespace, keys, deadline, unknown=False)
 
     def touch(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[Answer]:
@@ -144,27 +141,15 @@ class RemoteDriver:
                 yield next(errors, flag) if flag is unknown else flag
 
     def read(self, pages: PageReads[bool]) -> None:
-        """See Driver."""
-
         def read(run: FrameRun) -> None:
             words, kinds = self._ask_frames("get", run, pages.keys[run.part], {}, pages.deadline)
-            errors = iter(kinds)
-            for at, word in zip(range(run.part.start, run.part.stop), words, strict=True):
-                if word == GetOutcome.HIT:
-                    pages.accept_verified(at, True)
-                elif word == GetOutcome.MISS:
-                    pages.miss(at)
-                elif word == GetOutcome.CORRUPT:
-                    pages.damage(at, BY_DAEMON, False)
-                else:
-                    pages.fail(at, next(errors, ErrorKind.SERVER_ERROR))
-            pages.errors += errors
+            positions = range(run.part.start, run.part.stop)
+            settle_reads(pages, positions, words, kinds, lambda at: pages.accept_verified(at, True))
 
         rest = self._by_frames(pages.pages, pages.deadline, (), read)
         self._move(rest, (), lambda part: read_pages(self._client, f"{self._path}/read", pages, part), pages.deadline)
 
     def write(self, pages: PageWrites) -> None:
-        """See Driver."""
         breaks = pages.breaks
 
         def write(run: FrameRun) -> None:
@@ -195,7 +180,6 @@ class RemoteDriver:
         return removed, kinds
 
     def clear(self, namespace: bytes, deadline: float) -> tuple[int, Sequence[str]]:
-        """See Clears."""
         answer, kinds = self._ask("clear", namespace, (), deadline)
         return number_of(answer, "pages"), kinds
 
@@ -204,13 +188,11 @@ class RemoteDriver:
         raise StoreError(ErrorKind.UNSUPPORTED)
 
     def measure(self) -> Usage:
-        """See Driver."""
         deadline = self._clock() + _USAGE_S
         answer = self._again(
             lambda: self._client.call("GET", f"{self._path}/usage", deadline=deadline), deadline
         )
-        has_limit = answer.get("capacity_bytes") is not None
-        capacity = number_of(answer, "capacity_bytes") if has_limit else None
+        capacity = None if answer.get("capacity_bytes") is None else number_of(answer, "capacity_bytes")
         return Usage(number_of(answer, "pages"), number_of(answer, "bytes"), capacity)
 
     def close(self) -> None:
@@ -265,10 +247,9 @@ class RemoteDriver:
         def request() -> Mapping[str, Any]:
             asked = {"memory": shared.memory.name, "mapping": mapping, "frames": run.numbers, **fields}
             with shared.fenced(mapping):
-                answer = self._client.call(
+                return self._client.call(
                     "POST", f"{self._path}/{verb}", asked, keys, deadline=deadline, may_repeat=False
                 )
-            return answer
 
         def reattach() -> None:
             nonlocal mapping

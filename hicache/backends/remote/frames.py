@@ -66,14 +66,6 @@ class SharedFrames:
         self._retry_at_s = -math.inf
         self._fenced: str | None = None
 
-    def frame_number(self, view: memoryview) -> int | None:
-        """Return the frame number of a view in this memory, or None."""
-        found = find(view)
-        if found is None or found[0] is not self.memory:
-            return None
-        number, rest = divmod(found[1], self.memory.layout.frame_bytes)
-        return number if not rest and view.nbytes == self.memory.layout.frame_bytes else None
-
     def attach(self, deadline: float) -> str | None:
         """Return the id of the daemon's mapping of this memory; the daemon creates it if necessary. Return None for a
         while after a failure. Blocks. Raises Refused if the daemon cannot map it, and StoreError."""
@@ -122,9 +114,7 @@ class SharedFrames:
         with self._fencing:
             while self._fenced != mapping and not self._is_daemon_dead():
                 try:
-                    self._client.call(
-                        "DELETE", f"{self._path}?timeout_s={_DETACH_S}", deadline=self._clock() + _DETACH_S
-                    )
+                    self._ask_to_detach()
                     break
                 except StoreError:
                     self._clock.sleep(backoff.next_s())
@@ -136,12 +126,14 @@ class SharedFrames:
         with self._state:
             if self._mapping is not None:
                 with contextlib.suppress(StoreError):
-                    path = f"{self._path}?timeout_s={_DETACH_S}"
-                    self._client.call("DELETE", path, deadline=self._clock() + _DETACH_S)
+                    self._ask_to_detach()
             self._mapping = None
             if self._lock_file is not None:
                 os.close(self._lock_file)
                 self._lock_file = None
+
+    def _ask_to_detach(self) -> None:
+        self._client.call("DELETE", f"{self._path}?timeout_s={_DETACH_S}", deadline=self._clock() + _DETACH_S)
 
     def _open_lock(self, path: Path | None) -> None:
         """Open the lock file of the daemon that has mapped the memory, or of its successor. Only after it has replied:
@@ -173,15 +165,16 @@ def frame_runs(
     """Cut the pages of a call into runs of frames of one memory, at most `pages_max`, and runs of other pages (None).
     A run does not reach over one of the positions in `breaks`. A frame that occurs twice in a call counts as another
     page: one request cannot move two pages through it."""
-    seen: set[tuple[int, int]] = set()
+    by_memory, seen = {id(one.memory): one for one in memories}, set[tuple[int, int]]()
     start, run, numbers = 0, None, list[int]()
     for at, page in enumerate(pages):
         shared, number = None, 0
-        for memory in memories:
-            found = None if isinstance(page, PageView) else memory.frame_number(page)
-            if found is not None and (id(memory), found) not in seen:
-                seen.add((id(memory), found))
-                shared, number = memory, found
+        found = None if isinstance(page, PageView) else find(page)
+        if found is not None and (memory := by_memory.get(id(found[0]))) is not None:
+            frame, rest = divmod(found[1], memory.memory.layout.frame_bytes)
+            if not rest and page.nbytes == memory.memory.layout.frame_bytes and (id(memory), frame) not in seen:
+                seen.add((id(memory), frame))
+                shared, number = memory, frame
         if at > start and (shared is not run or at - start >= pages_max or at in breaks):
             yield slice(start, at), run, numbers
             start, numbers = at, []

@@ -1,4 +1,9 @@
-"""Endpoint and credentials of an S3 store, from the options or from boto3's configuration on this machine."""
+"""Endpoint and credentials of an S3 store, from the options or from boto3's configuration on this machine.
+
+Also signatures by botocore: Signature Version 4 of the AWS API, with the keys of an identity or, for directory buckets,
+those of a session. The algorithm is in "Authenticating Requests (AWS Signature Version 4)" of the Amazon S3 API
+reference. Sessions are in "CreateSession" there: their keys are valid for five minutes and for one bucket.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +12,9 @@ import configparser
 import contextlib
 import functools
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 from urllib.parse import SplitResult, unquote, urlsplit
@@ -21,9 +27,7 @@ from ...errors import BackendUnavailable, ConfigError, MissingPackage, install_h
 from ...supervised import NoThread, SupervisedPool
 from ..errors import ErrorKind, StoreError
 from ..http import Server, request_head
-from ..refreshed import Refreshed
-from ..rotated import Rotated, client_tls
-from .signer import Credentials, Signer
+from ..rotated import Refreshed, Rotated, client_tls
 
 # boto3 starts to renew credentials 15 minutes before they expire, so checking once per minute is enough. It returns
 # none that expire within 10 minutes; after that time, the last ones may have expired.
@@ -32,9 +36,58 @@ _CREDENTIALS_USABLE_S = 600.0
 _CREDENTIALS_FILE_BYTES_MAX = 64 << 10
 _REGION = "us-east-1"  # the region that stores without regions expect in signatures
 
+_VISIBLE = re.compile("[!-~]+")
+
 # From files, which are read again when they change, or from a service, which boto3 asks again before they expire.
 CredentialsSource: TypeAlias = "Rotated[Credentials] | Refreshed[Credentials]"
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """The keys of one identity or session. `repr` shows only the access key. Raises ValueError if the access key or the
+    token is not visible ASCII, or the secret key is not printable."""
+
+    access_key: str
+    secret_key: str = field(repr=False)
+    token: str | None = field(default=None, repr=False)
+    is_session: bool = False
+
+    def __post_init__(self) -> None:
+        sent = (self.access_key, "-" if self.token is None else self.token)
+        if not all(map(_VISIBLE.fullmatch, sent)) or not str.isprintable(self.secret_key):
+            raise ValueError("contain characters that are not valid in a key; remove line ends and spaces")
+
+
+class Signer:
+    """Signs requests to one endpoint. `service` and `region` are parts of the signature. REQUIRES: botocore is
+    installed. Thread-safe."""
+
+    def __init__(self, service: str, region: str) -> None:
+        from botocore.auth import S3ExpressAuth, S3SigV4Auth  # noqa: PLC0415 - an optional dependency
+        from botocore.awsrequest import AWSRequest  # noqa: PLC0415
+        from botocore.config import Config  # noqa: PLC0415
+
+        self.service, self._region = service, region
+        self._auth, self._session_auth, self._request = S3SigV4Auth, S3ExpressAuth, AWSRequest
+        self._unsigned_body = Config(s3={"payload_signing_enabled": False})
+
+    def sign(
+        self, credentials: Credentials, method: str, url: str, headers: Mapping[str, str], body: bytes | None = None
+    ) -> dict[str, str]:
+        """Return `headers`, plus those that authenticate the request, with names in lower case. A `body` is a part of
+        the signature; without one, any body may be sent.
+
+        REQUIRES: `url` is encoded, and has neither a user nor a fragment.
+        """
+        request = self._request(method, url, headers=headers, data=body)
+        if body is None:
+            request.context["client_config"] = self._unsigned_body
+        if credentials.is_session:
+            self._session_auth(credentials, self.service, self._region, identity_cache=None).add_auth(request)
+        else:
+            self._auth(credentials, self.service, self._region).add_auth(request)
+        return {name.lower(): value for name, value in request.headers.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +154,14 @@ def open_access(options: S3StorageOptions, deadline: float, clock: Clock = SYSTE
         else:
             tunnel = host if host.endswith(f":{url.port}") else f"{host}:{url.port}"
     server = Server(*reached, tls, url.host, tunnel, options.connect_timeout, options.timeout, proxy_login=login)
-    source = _credentials(options, session, deadline, clock)
+    file = options.credentials_file
+    source: CredentialsSource
+    if options.access_key_env is not None:
+        source = Rotated("s3 store: credentials", [], lambda: _from_environment(options))
+    elif file is not None:
+        source = Rotated("s3 store: credentials", [file], lambda: _from_file(file, options.profile or "default"))
+    else:
+        source = _from_boto(options, session, deadline, clock)
     return S3Access(options, server, host, url.path.rstrip("/"), origin, signer, source, session, clock)
 
 
@@ -187,15 +247,6 @@ def _config_errors(what: str) -> Iterator[None]:
     except (botocore.exceptions.BotoCoreError, LookupError, TypeError, ValueError, StoreError) as error:
         reason = str(error) if isinstance(error, StoreError) else type(error).__name__
         raise ConfigError(f"s3 store: {what} ({reason}); check the variables, files and role that it uses") from None
-
-
-def _credentials(options: S3StorageOptions, session: Any, deadline: float, clock: Clock) -> CredentialsSource:
-    file = options.credentials_file
-    if options.access_key_env is not None:
-        return Rotated("s3 store: credentials", [], lambda: _from_environment(options))
-    if file is not None:
-        return Rotated("s3 store: credentials", [file], lambda: _from_file(file, options.profile or "default"))
-    return _from_boto(options, session, deadline, clock)
 
 
 def _from_environment(options: S3StorageOptions) -> Credentials:

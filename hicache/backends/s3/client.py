@@ -16,18 +16,21 @@ from __future__ import annotations
 import base64
 import contextlib
 import hashlib
+import math
+import threading
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 from urllib.parse import quote, urlencode
 from xml.sax.saxutils import escape
 
+from ...clock import SYSTEM_CLOCK, Clock
 from ...frame import TagStream
 from ..errors import ErrorKind, StoreError
 from ..http import Connection, ConnectionPool, Head, read_small
-from ..refreshed import Refreshed
-from .access import S3Access
+from ..rotated import Refreshed
+from .access import Credentials, S3Access
 from .replies import (
     ERROR_BYTES_MAX,
     LISTING_BYTES_MAX,
@@ -39,8 +42,6 @@ from .replies import (
     read_session,
     read_versioning,
 )
-from .signer import Credentials
-from .throttle import Throttle
 
 T = TypeVar("T")
 # Returns buffers for an object of the given size, with that many bytes in total; without buffers it is not read.
@@ -48,6 +49,61 @@ Target: TypeAlias = Callable[[int], Sequence[memoryview]]
 # The keys of a session are renewed long before they expire, and never used shortly before that.
 _SESSION_AGE_MAX_S = 120.0
 _SESSION_USABLE_S = 270.0
+# After a cut, replies to requests already in flight must not cut the limit again.
+_CUT_INTERVAL_S = 0.5
+
+
+class Throttle:
+    """A limit on requests in flight, which is lower after a "slow down" reply of the server.
+
+    Additive increase, multiplicative decrease (Chiu and Jain, 1989): a "slow down" reply halves the limit; each round
+    of answered requests adds one to it. Invariant: 1 <= limit <= `requests_max`, and `running` <= `requests_max`.
+
+    Locking design: one condition guards all fields, held for a few instructions.
+    """
+
+    def __init__(self, requests_max: int, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._clock = clock
+        self._requests_max = requests_max
+        self._state = threading.Condition()
+        self._limit = float(requests_max)
+        self._running = 0
+        self._cut_s = -math.inf
+        self._closed_until_s = -math.inf
+
+    @contextlib.contextmanager
+    def turn(self, deadline: float) -> Iterator[None]:
+        """A context for one request: waits until it may be sent, and learns from the StoreError that leaves the
+        context. Raises StoreError at `deadline`, or if the server has requested a pause."""
+        with self._state:
+            while True:
+                now = self._clock()
+                if now >= deadline:
+                    raise StoreError(ErrorKind.DEADLINE)
+                if now < self._closed_until_s:
+                    raise StoreError(ErrorKind.THROTTLED, "the server requested a pause")
+                if self._running < int(self._limit):
+                    break
+                self._clock.wait(self._state, deadline - now)
+            self._running += 1
+        failure = None
+        try:
+            yield
+        except StoreError as error:
+            failure = error
+            raise
+        finally:
+            with self._state:
+                self._running -= 1
+                now = self._clock()
+                if failure is None:
+                    self._limit = min(self._limit + 1 / self._limit, float(self._requests_max))
+                elif failure.kind in (ErrorKind.THROTTLED, ErrorKind.UNAVAILABLE):
+                    self._closed_until_s = max(self._closed_until_s, now + failure.retry_after_s)
+                    if now - self._cut_s >= _CUT_INTERVAL_S:
+                        self._limit = max(1.0, self._limit / 2)
+                        self._cut_s = now
+                self._state.notify_all()
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,18 +149,16 @@ class S3Client:
                 return ObjectInfo(head.length or 0, head.headers.get("etag", ""))
             if head.status == 404:
                 return None
-            raise _failure(head, b"")
+            raise failed_reply(head.status, "", head.retry_after_s)
 
         return self._exchange(_Request("HEAD", name), read, deadline)
 
-    def get(
-        self, name: str, target: Target, arrived: TagStream | None = None, *, deadline: float
-    ) -> ObjectInfo | None:
+    def get(self, name: str, target: Target, arrived: TagStream | None = None, *, deadline: float) -> ObjectInfo | None:
         """Read an object into `target(size)`; return None if it is missing. Each piece is added to `arrived`."""
 
         def read(connection: Connection, head: Head) -> ObjectInfo | None:
             if head.status != 200:
-                _missing(connection, head, deadline)
+                _checked(connection, head, deadline, (404,))
                 return None
             size = _object_length(head)
             buffers = target(size)
@@ -121,12 +175,9 @@ class S3Client:
 
         def read(connection: Connection, head: Head) -> tuple[bytes, str] | None:
             tag = head.headers.get("etag", "")
-            if head.status == 416:  # an empty object has no first byte
-                read_small(connection, head, ERROR_BYTES_MAX, deadline)
-                return b"", tag
             if head.status not in (200, 206):
-                _missing(connection, head, deadline)
-                return None
+                _checked(connection, head, deadline, (404, 416))
+                return None if head.status == 404 else (b"", tag)  # an empty object has no first byte
             length = _object_length(head)
             data = connection.read_exactly(min(length, bytes_max), deadline)
             if length == len(data):
@@ -144,12 +195,8 @@ class S3Client:
             headers["if-none-match"] = "*"
 
         def read(connection: Connection, head: Head) -> bool:
-            reply = read_small(connection, head, ERROR_BYTES_MAX, deadline)
-            if head.status in (200, 201, 204):
-                return True
-            if head.status == 412 and if_absent:
-                return False
-            raise _failure(head, reply)
+            _checked(connection, head, deadline, (200, 201, 204, 412) if if_absent else (200, 201, 204))
+            return head.status != 412
 
         request = _Request("PUT", name, headers=headers, body=body, signed_body=None)
         return self._exchange(request, read, deadline)
@@ -159,18 +206,15 @@ class S3Client:
         missing."""
 
         def read(connection: Connection, head: Head) -> bool:
-            reply = read_small(connection, head, ERROR_BYTES_MAX, deadline)
             # 412 and 409: the object was replaced; the new one must stay.
-            if head.status not in (200, 202, 204, 404, 409, 412) or error_code(reply) == "NoSuchBucket":
-                raise _failure(head, reply)
+            _checked(connection, head, deadline, (200, 202, 204, 404, 409, 412))
             return head.status < 300
 
         headers = {"if-match": etag} if etag else None
         return self._exchange(_Request("DELETE", name, headers=headers), read, deadline)
 
     def remove_many(self, names: Sequence[str], *, deadline: float) -> list[str]:
-        """Remove up to LISTED_MAX objects. Return the error kind of each one not removed; missing ones are not errors.
-        """
+        """Remove up to LISTED_MAX objects. Return the error kind of each one that is still there."""
         objects = "".join(f"<Object><Key>{escape(name)}</Key></Object>" for name in names)
         body = f'<Delete xmlns="http://s3.amazonaws.com/doc/2006-03-01/"><Quiet>true</Quiet>{objects}</Delete>'.encode()
         # The API requires a checksum. All servers support the first one, and directory buckets only the second.
@@ -179,12 +223,8 @@ class S3Client:
         else:
             name, checksum = "x-amz-checksum-crc32", zlib.crc32(body).to_bytes(4, "big")
         headers = {"content-type": "application/xml", name: base64.b64encode(checksum).decode()}
-
-        def read(connection: Connection, head: Head) -> list[str]:
-            return read_removals(_read_reply(connection, head, deadline, LISTING_BYTES_MAX))
-
         request = _Request("POST", query="delete=", headers=headers, body=[memoryview(body)], signed_body=body)
-        return self._exchange(request, read, deadline)
+        return self._ask(request, read_removals, deadline)
 
     def list(self, prefix: str, token: str | None, keys_max: int, *, deadline: float) -> Listing:
         """Return one page of the objects whose names start with `prefix`."""
@@ -192,21 +232,23 @@ class S3Client:
         parameters = {"list-type": "2", "max-keys": str(keys_max), "prefix": prefix}
         if token is not None:
             parameters = {"continuation-token": token, **parameters}
-        query = urlencode(parameters, quote_via=quote)
-
-        def read(connection: Connection, head: Head) -> Listing:
-            return read_listing(_read_reply(connection, head, deadline, LISTING_BYTES_MAX))
-
-        return self._exchange(_Request("GET", query=query), read, deadline)
+        return self._ask(_Request("GET", query=urlencode(parameters, quote_via=quote)), read_listing, deadline)
 
     def versioning(self, *, deadline: float) -> str:
         """Return the versioning of the bucket: `Enabled`, `Suspended`, or empty if it never had versions."""
-        request = _Request("GET", query="versioning=")
-        return self._exchange(request, lambda link, head: read_versioning(_read_reply(link, head, deadline)), deadline)
+        return self._ask(_Request("GET", query="versioning="), read_versioning, deadline)
 
     def close(self) -> None:
         """Close the connections. REQUIRES: no request is in flight."""
         self._pool.close()
+
+    def _ask(self, request: _Request, parse: Callable[[bytes], T], deadline: float) -> T:
+        """Return the parsed document in the reply."""
+
+        def read(connection: Connection, head: Head) -> T:
+            return parse(_checked(connection, head, deadline, bytes_max=LISTING_BYTES_MAX))
+
+        return self._exchange(request, read, deadline)
 
     def _exchange(self, request: _Request, read: Callable[[Connection, Head], T], deadline: float) -> T:
         """Send `request` when the throttle permits it, and `read` its reply."""
@@ -223,14 +265,14 @@ class S3Client:
         """Return the keys of a new session (CreateSession). Uses its own connection, because the client may be closed
         while the request is in flight."""
         request, deadline = _Request("GET", query="session="), self._access.clock() + self._access.options.open_timeout
-
-        def read(connection: Connection, head: Head) -> Credentials:
-            return read_session(_read_reply(connection, head, deadline))
-
         with contextlib.closing(ConnectionPool(self._access.server, self._access.clock)) as pool:
-            return self._access.authorized(
-                lambda keys: pool.exchange(self._sign(request, keys), (), read, deadline), deadline
+            reply = self._access.authorized(
+                lambda keys: pool.exchange(
+                    self._sign(request, keys), (), lambda link, head: _checked(link, head, deadline), deadline
+                ),
+                deadline,
             )
+        return read_session(reply)
 
     def _sign(self, request: _Request, keys: Credentials) -> bytes:
         """Return the signed head of `request`, as it is sent."""
@@ -252,21 +294,13 @@ def _object_length(head: Head) -> int:
     return head.length
 
 
-def _read_reply(connection: Connection, head: Head, deadline: float, bytes_max: int = ERROR_BYTES_MAX) -> bytes:
-    """Return the body of a good reply. Raises StoreError for any other."""
+def _checked(
+    connection: Connection, head: Head, deadline: float, statuses: Sequence[int] = (200,),
+    bytes_max: int = ERROR_BYTES_MAX,
+) -> bytes:
+    """Return the body of a reply with one of `statuses`. Raises StoreError for any other, and for a missing bucket."""
     reply = read_small(connection, head, bytes_max, deadline)
-    if head.status != 200:
-        raise _failure(head, reply)
+    code = error_code(reply) if head.status == 404 or head.status not in statuses else ""
+    if head.status not in statuses or code == "NoSuchBucket":
+        raise failed_reply(head.status, code, head.retry_after_s)
     return reply
-
-
-def _missing(connection: Connection, head: Head, deadline: float) -> None:
-    """Return if the reply means that the object is missing. Raises StoreError for any other reply."""
-    reply = read_small(connection, head, ERROR_BYTES_MAX, deadline)
-    if head.status != 404 or error_code(reply) == "NoSuchBucket":
-        raise _failure(head, reply)
-
-
-def _failure(head: Head, reply: bytes) -> StoreError:
-    return failed_reply(head.status, error_code(reply), head.retry_after_s)
-

@@ -15,6 +15,7 @@ so `run` returns soon after it, and then no thread uses a page's buffer.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -83,13 +84,12 @@ class S3Driver:
     are missing. Open it after a fork, not before.
     """
 
-    def __init__(
-        self, codec: FrameCodec | None, options: S3StorageOptions, clock: Clock = SYSTEM_CLOCK
-    ) -> None:
+    def __init__(self, codec: FrameCodec | None, options: S3StorageOptions, clock: Clock = SYSTEM_CLOCK) -> None:
         self._clock = clock
         self._measured = "" if codec is None else codec.namespace.hex()
         self.options = instance("options", options, S3StorageOptions)
         self._prefix = options.prefix
+        self._name = functools.partial(object_name, options.prefix)
         self._is_conditional = True
         deadline = clock() + options.open_timeout
         access = open_access(options, deadline, clock)
@@ -105,20 +105,12 @@ class S3Driver:
         # No `on_error`: the call itself counts a page that a bug leaves without an outcome.
         self._pool = SupervisedPool[Any]("s3", options.connections - 1, clock=clock)
 
-    def _name(self, namespace: bytes, key: bytes) -> str:
-        return object_name(self._prefix, namespace, key)
-
-    def find_prefix(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
-        """See FindsPrefixes. Exact for a few keys; for many keys a search, see `prefix`."""
-        return search_prefix(self, namespace, keys, deadline)
+    find_prefix = search_prefix  # see FindsPrefixes
 
     def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[Answer]:
         """See Driver. One request per key, all in parallel."""
-
-        def ask(position: int) -> bool:
-            return self._client.head(self._name(namespace, keys[position]), deadline=deadline) is not None
-
-        return self._each(len(keys), ask)
+        names = [self._name(namespace, key) for key in keys]
+        return self._each(len(keys), lambda at: self._client.head(names[at], deadline=deadline) is not None)
 
     def _each(self, count: int, ask: Callable[[int], bool]) -> list[Answer]:
         """Return the answer of `ask` for each position, or the kind of its error. All in parallel."""
@@ -195,15 +187,14 @@ class S3Driver:
         """See Driver. Looks each page up first, because removals do not report how many pages existed. With `found`,
         two requests per page; the server rejects the second one if the object's entity tag has changed."""
         if found is not None:
-
-            def remove_one(position: int) -> bool:
-                return self._remove_same(self._name(namespace, keys[position]), found[position], deadline=deadline)
-
-            answers = self._each(len(keys), remove_one)
-            return answers.count(True), [answer for answer in answers if isinstance(answer, str)]
-        answers = self.find(namespace, keys, deadline)
-        stored = [key for key, answer in zip(keys, answers, strict=True) if answer is True]
-        removed, kinds = self.remove_listed(namespace, stored, deadline)
+            answers = self._each(
+                len(keys), lambda at: self._remove_same(self._name(namespace, keys[at]), found[at], deadline=deadline)
+            )
+            removed, kinds = answers.count(True), list[str]()
+        else:
+            answers = self.find(namespace, keys, deadline)
+            stored = [key for key, answer in zip(keys, answers, strict=True) if answer is True]
+            removed, kinds = self.remove_listed(namespace, stored, deadline)
         return removed, [*(answer for answer in answers if isinstance(answer, str)), *kinds]
 
     def _remove_same(self, name: str, found: ObjectInfo, *, deadline: float) -> bool:
@@ -220,7 +211,7 @@ class S3Driver:
                 raise
         return self._client.remove(name, "", deadline=deadline)
 
-    def remove_listed(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
+    def remove_listed(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> tuple[int, list[str]]:
         """See RemovesListed. One request per thousand pages."""
         kinds: list[str] = []
         for first in range(0, len(keys), LISTED_MAX):
@@ -233,18 +224,12 @@ class S3Driver:
 
     def pages(self, namespace: str, deadline: float) -> Iterator[StoredPage]:
         """See Driver. One request per thousand pages, made when the iterator reaches them. `used_s` is the time when a
-        page was stored.
-
-        A listing whose tokens form a cycle is an error. Brent's algorithm finds the cycle (An improved Monte Carlo
-        factorization algorithm, 1980): each token is compared with an earlier one, which is replaced after 1, 2, 4, ...
-        tokens.
-        """
+        page was stored. A listing that repeats a token is an error."""
         listed = f"{namespace}/" if len(namespace) == _NAMESPACE_DIGITS else namespace
         if self._is_directory and len(namespace) < _NAMESPACE_DIGITS:
             listed = ""  # directory buckets accept only prefixes that end with a slash
         token: str | None = None
-        mark: str | None = None
-        steps, steps_max = 0, 1
+        seen: set[int] = set()
         while True:
             listing = self._client.list(self._prefix + listed, token, LISTED_MAX, deadline=deadline)
             for entry in listing.objects:
@@ -254,16 +239,11 @@ class S3Driver:
             token = listing.next_token
             if token is None:
                 return
-            if token == mark:
+            if hash(token) in seen:
                 raise StoreError(ErrorKind.PROTOCOL, "the listing repeats an earlier token, so it would never end")
-            steps += 1
-            if steps == steps_max:
-                mark, steps, steps_max = token, 0, 2 * steps_max
+            seen.add(hash(token))  # a token may be long
 
-    def read_start(
-        self, page: StoredPage, bytes_max: int, deadline: float
-    ) -> tuple[bytes, ObjectInfo | None] | None:
-        """See Inspects."""
+    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> tuple[bytes, ObjectInfo | None] | None:
         name, is_whole = self._name(page.namespace, page.key), page.bytes <= bytes_max
         answer = self._client.get_start(name, bytes_max, is_whole=is_whole, deadline=deadline)
         if answer is None:
@@ -280,10 +260,8 @@ class S3Driver:
         return Usage(pages, size_bytes, None)
 
     def explanation(self, kind: str) -> str:
-        """See ExplainsErrors."""
         return _ADVICE.get(kind, "")
 
     def close(self) -> None:
-        """See Driver."""
         self._pool.close()
         self._client.close()

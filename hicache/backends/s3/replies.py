@@ -1,7 +1,8 @@
 """Parsing of replies: the error kind by status and code, and the few needed fields of XML documents.
 
-A hostile store may send any bytes. Documents are read as UTF-8, must not declare entities, and have limits on tags,
-elements and depth. So parsing takes memory of a small multiple of the body's size, which the client limits.
+A hostile store may send any bytes. Documents are read as UTF-8, must not declare entities, and have limits on depth and
+on the number and length of tags. So parsing takes memory of a small multiple of the body's size, which the client
+limits.
 """
 
 from __future__ import annotations
@@ -10,70 +11,47 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
+from typing import NamedTuple
 from xml.etree import ElementTree
 
 from ..errors import ErrorKind, StoreError
-from .signer import Credentials
+from .access import Credentials
 
 LISTED_MAX = 1000  # keys per page of a listing and per DeleteObjects: the API's own limit
 # The limit for bodies of errors, and for bodies that are not needed.
 ERROR_BYTES_MAX = 64 << 10
 # Enough for a thousand keys of the longest allowed length, with the elements around each.
 LISTING_BYTES_MAX = 8 << 20
-# Limits with room to spare: S3 documents have four levels and about fifteen elements per entry.
+# Limits with room to spare: S3 documents have four levels and about fifteen elements per entry, of two tags each.
 _DEPTH_MAX = 8
-_ELEMENTS_MAX = 40 * LISTED_MAX
+_TAGS_MAX = 60 * LISTED_MAX
 # S3 documents have no document type, and at most one attribute per tag. Each attribute would become several objects.
 _SUSPECT = re.compile(rb"<!DOCTYPE|<[^<>]{4096}")
-# The body is parsed in pieces of this size; parsing stops at the first piece that exceeds a limit.
-_PIECE_BYTES = 64 << 10
 _ENTRIES = frozenset({"Contents", "Credentials", "Error"})
-_FIELDS = frozenset({
-    "AccessKeyId", "Code", "IsTruncated", "Key", "LastModified", "NextContinuationToken", "SecretAccessKey",
-    "SessionToken", "Size", "Status",
-})
 # Tokens are sent in the URL of the next request, which servers limit to 8 KiB or more.
 _TOKEN_LENGTH_MAX = 4096
 _SIZE = re.compile("[0-9]{1,15}")
 # The code in an error's body is more precise than its status. The list has codes of the S3 API reference and of other
 # servers. Messages show only these codes: a hostile server could send back a secret instead of a code.
-_BY_CODE: Mapping[str, ErrorKind] = {
-    "SlowDown": ErrorKind.THROTTLED,
-    "Throttling": ErrorKind.THROTTLED,
-    "ThrottlingException": ErrorKind.THROTTLED,
-    "RequestLimitExceeded": ErrorKind.THROTTLED,
-    "TooManyRequests": ErrorKind.THROTTLED,
-    "ServiceUnavailable": ErrorKind.UNAVAILABLE,
-    "InternalError": ErrorKind.SERVER_ERROR,
-    "RequestTimeout": ErrorKind.TIMEOUT,
-    "AccessDenied": ErrorKind.ACCESS_DENIED,
-    "InvalidAccessKeyId": ErrorKind.WRONG_CREDENTIALS,
-    "SignatureDoesNotMatch": ErrorKind.WRONG_CREDENTIALS,
-    "ExpiredToken": ErrorKind.WRONG_CREDENTIALS,
-    "InvalidToken": ErrorKind.WRONG_CREDENTIALS,
-    "TokenRefreshRequired": ErrorKind.WRONG_CREDENTIALS,
-    "RequestTimeTooSkewed": ErrorKind.CLOCK_SKEW,
-    "NoSuchBucket": ErrorKind.NO_BUCKET,
-    "PermanentRedirect": ErrorKind.WRONG_REGION,
-    "TemporaryRedirect": ErrorKind.WRONG_REGION,
-    "AuthorizationHeaderMalformed": ErrorKind.WRONG_REGION,
-    "BadDigest": ErrorKind.CHECKSUM,
-    "XAmzContentSHA256Mismatch": ErrorKind.CHECKSUM,
-    "XAmzContentChecksumMismatch": ErrorKind.CHECKSUM,
-    "ConditionalRequestConflict": ErrorKind.CONFLICT,
-    "OperationAborted": ErrorKind.CONFLICT,
-    "EntityTooLarge": ErrorKind.TOO_LARGE,
-    "QuotaExceeded": ErrorKind.NO_SPACE,
-    "InsufficientStorage": ErrorKind.NO_SPACE,
-    "XMinioStorageFull": ErrorKind.NO_SPACE,
-    "NotImplemented": ErrorKind.UNSUPPORTED,
-    "InvalidArgument": ErrorKind.BAD_REQUEST,
-    "InvalidBucketName": ErrorKind.BAD_REQUEST,
-    "InvalidRequest": ErrorKind.BAD_REQUEST,
-    "MalformedXML": ErrorKind.BAD_REQUEST,
-    "MethodNotAllowed": ErrorKind.BAD_REQUEST,
-    "MissingContentLength": ErrorKind.BAD_REQUEST,
-}
+_BY_CODE: Mapping[str, ErrorKind] = {code: kind for kind, codes in {
+    ErrorKind.THROTTLED: "SlowDown Throttling ThrottlingException RequestLimitExceeded TooManyRequests",
+    ErrorKind.UNAVAILABLE: "ServiceUnavailable",
+    ErrorKind.SERVER_ERROR: "InternalError",
+    ErrorKind.TIMEOUT: "RequestTimeout",
+    ErrorKind.ACCESS_DENIED: "AccessDenied",
+    ErrorKind.WRONG_CREDENTIALS: "InvalidAccessKeyId SignatureDoesNotMatch ExpiredToken InvalidToken "
+    "TokenRefreshRequired",
+    ErrorKind.CLOCK_SKEW: "RequestTimeTooSkewed",
+    ErrorKind.NO_BUCKET: "NoSuchBucket",
+    ErrorKind.WRONG_REGION: "PermanentRedirect TemporaryRedirect AuthorizationHeaderMalformed",
+    ErrorKind.CHECKSUM: "BadDigest XAmzContentSHA256Mismatch XAmzContentChecksumMismatch",
+    ErrorKind.CONFLICT: "ConditionalRequestConflict OperationAborted",
+    ErrorKind.TOO_LARGE: "EntityTooLarge",
+    ErrorKind.NO_SPACE: "QuotaExceeded InsufficientStorage XMinioStorageFull",
+    ErrorKind.UNSUPPORTED: "NotImplemented",
+    ErrorKind.BAD_REQUEST: "InvalidArgument InvalidBucketName InvalidRequest MalformedXML MethodNotAllowed "
+    "MissingContentLength",
+}.items() for code in codes.split()}
 _BY_STATUS: Mapping[int, ErrorKind] = {
     301: ErrorKind.WRONG_REGION,
     307: ErrorKind.WRONG_REGION,
@@ -119,65 +97,52 @@ class Listing:
     next_token: str | None
 
 
-class Document:
-    """The target of the XML parser: the name of the root element, its fields, and the fields of each entry."""
+class Document(NamedTuple):
+    """The name of the root element, its fields, and the fields of each entry."""
 
-    def __init__(self) -> None:
-        self.root = ""
-        self.fields: dict[str, str] = {}
-        self.entries: list[dict[str, str]] = []
-        self._depth = self._elements = 0
-        self._entry: dict[str, str] | None = None
-        self._text: list[str] | None = None
+    root: str
+    fields: Mapping[str, str]
+    entries: Sequence[Mapping[str, str]]
 
-    def start(self, tag: str, _attributes: Mapping[str, str]) -> None:
-        """See xml.etree.ElementTree.XMLParser."""
+
+class _Builder(ElementTree.TreeBuilder):
+    _depth = 0
+
+    def start(self, tag: str, attributes: Mapping[str, str]) -> ElementTree.Element:
         self._depth += 1
-        self._elements += 1
-        if self._depth > _DEPTH_MAX or self._elements > _ELEMENTS_MAX:
-            raise StoreError(ErrorKind.PROTOCOL, "the reply is deeper or longer than an S3 document")
-        name = tag.rpartition("}")[2]
-        if self._depth == 1:
-            self.root = name
-        elif self._depth == 2 and name in _ENTRIES:
-            self._entry = {}
-            self.entries.append(self._entry)
-            if len(self.entries) > LISTED_MAX:
-                raise StoreError(ErrorKind.PROTOCOL, f"the reply has more than {LISTED_MAX} entries")
-        elif name in _FIELDS and self._depth <= 3:
-            self._text = []
+        if self._depth > _DEPTH_MAX:
+            raise StoreError(ErrorKind.PROTOCOL, "the reply is deeper than an S3 document")
+        return super().start(tag, {})
 
-    def data(self, text: str) -> None:
-        """See xml.etree.ElementTree.XMLParser."""
-        if self._text is not None:
-            self._text.append(text)
-
-    def end(self, tag: str) -> None:
-        """See xml.etree.ElementTree.XMLParser."""
-        if self._text is not None and self._depth <= 3:
-            into = self.fields if self._depth == 2 else self._entry
-            if into is not None:
-                into.setdefault(tag.rpartition("}")[2], "".join(self._text))
-            self._text = None
+    def end(self, tag: str) -> ElementTree.Element:
         self._depth -= 1
-        if self._depth == 1:
-            self._entry = None
+        return super().end(tag)
 
 
 def read_document(reply: bytes) -> Document:
     """Parse `reply`. Raises StoreError if it is not an S3 document."""
-    if _SUSPECT.search(reply):
+    if _SUSPECT.search(reply) or reply.count(b"<") > _TAGS_MAX:
         raise StoreError(ErrorKind.PROTOCOL, "the reply is not an S3 document")
-    document = Document()
     # The encoding is fixed; otherwise the document could choose any of Python's codecs.
-    parser = ElementTree.XMLParser(target=document, encoding="utf-8")
+    parser = ElementTree.XMLParser(target=_Builder(), encoding="utf-8")
     try:
-        for start in range(0, len(reply), _PIECE_BYTES):
-            parser.feed(reply[start : start + _PIECE_BYTES])
-        parser.close()
+        parser.feed(reply)
+        root = parser.close()
     except ElementTree.ParseError as error:
         raise StoreError(ErrorKind.PROTOCOL, "the reply is not XML") from error
-    return document
+    entries = [_fields(child) for child in root if _name(child) in _ENTRIES]
+    if len(entries) > LISTED_MAX:
+        raise StoreError(ErrorKind.PROTOCOL, f"the reply has more than {LISTED_MAX} entries")
+    return Document(_name(root), _fields(root), entries)
+
+
+def _fields(element: ElementTree.Element) -> dict[str, str]:
+    """Return the texts in an element by name; of several with the same name, the first."""
+    return {_name(child): child.text or "" for child in reversed(element)}
+
+
+def _name(element: ElementTree.Element) -> str:
+    return element.tag.rpartition("}")[2]
 
 
 def _expect_root(reply: bytes, root: str) -> Document:
@@ -224,20 +189,19 @@ def read_listing(reply: bytes) -> Listing:
     document = _expect_root(reply, "ListBucketResult")
     if "IsTruncated" not in document.fields:
         raise StoreError(ErrorKind.PROTOCOL, "the listing has no IsTruncated")
-    objects = [_listed(entry) for entry in document.entries]
+    sizes = [entry.get("Size", "0") for entry in document.entries]
+    if not all(map(_SIZE.fullmatch, sizes)):
+        raise StoreError(ErrorKind.PROTOCOL, "a size in the listing is not a number")
+    objects = [
+        Listed(entry.get("Key", ""), int(size), _unix_time(entry.get("LastModified", "")))
+        for entry, size in zip(document.entries, sizes, strict=True)
+    ]
     if document.fields["IsTruncated"] != "true":
         return Listing(objects, None)
     token = document.fields.get("NextContinuationToken", "")
     if not 0 < len(token) <= _TOKEN_LENGTH_MAX:
         raise StoreError(ErrorKind.PROTOCOL, f"the listing is truncated, and its token has {len(token)} characters")
     return Listing(objects, token)
-
-
-def _listed(entry: Mapping[str, str]) -> Listed:
-    size = entry.get("Size", "0")
-    if not _SIZE.fullmatch(size):
-        raise StoreError(ErrorKind.PROTOCOL, "a size in the listing is not a number")
-    return Listed(entry.get("Key", ""), int(size), _unix_time(entry.get("LastModified", "")))
 
 
 def _unix_time(text: str) -> float | None:

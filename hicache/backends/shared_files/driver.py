@@ -34,7 +34,7 @@ from ..base import PageId, StoredPage, Usage
 from ..driver import Answer, Swept
 from ..errors import ErrorKind, StoreError
 from ..file.mounts import UNKNOWN, misplaced
-from ..file.pages import Identity, NotThePage, PageFiles, error_name, look, page_name, read_object, remove_damaged
+from ..file.pages import Identity, NotThePage, PageFiles, error_name, page_name, read_object, remove_damaged
 from ..file.system import System
 from ..pages import SETTLE_S, PageReads, PageWrites
 from ..prefix import search_prefix
@@ -56,7 +56,6 @@ TOUCH_S = 60.0
 _TOUCHED_MAX = 1 << 16
 # Removals of one round: the calls of engines wait for the threads no longer than one round takes.
 _REMOVED_AT_ONCE = 64
-_LATE: str = ErrorKind.DEADLINE
 
 
 class SharedFilesDriver:
@@ -95,15 +94,14 @@ class SharedFilesDriver:
                               advice)
 
     def _open(self) -> Root:
-        def open_it() -> Root:
-            return open_root(self.options.path, create=not self._is_tool, system=self._system, clock=self._clock)
-
         def close(late: Root | None) -> None:
             if late is not None:
                 late.close()
 
         try:
-            root = self._calls.one(open_it, self._clock() + _OPEN_S, close)
+            root = self._calls.one(lambda: open_root(
+                self.options.path, create=not self._is_tool, system=self._system, clock=self._clock
+            ), self._clock() + _OPEN_S, close)
             if root is None:
                 raise BackendUnavailable(
                     f"shared files {self.options.path}: the file system did not answer for {_OPEN_S:.0f} s; check the "
@@ -120,31 +118,41 @@ class SharedFilesDriver:
         """See Driver. One stat per key, in parallel."""
         return self._look_up(namespace, keys, deadline, is_use=False)
 
-    def find_prefix(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> tuple[int, Sequence[str]]:
-        """See FindsPrefixes. Exact for a few keys; for many keys a search, see `prefix`."""
-        return search_prefix(self, namespace, keys, deadline)
+    find_prefix = search_prefix  # see FindsPrefixes
 
     def touch(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[Answer]:
         """See Touches. One stat per key, and a change of its time if that is older than a minute."""
         return self._look_up(namespace, keys, deadline, is_use=True)
 
     def _look_up(self, namespace: bytes, keys: Sequence[bytes], deadline: float, *, is_use: bool) -> list[Answer]:
-        answers: list[Answer] = [_LATE] * len(keys)
+        def look_up(name: str, position: int) -> bool:
+            found = self._root.call(self._files.find, name)
+            if found is not None and is_use:
+                self._use(name, (namespace, keys[position]), found.st_mtime)
+            return found is not None
+
+        return self._on_files(namespace, keys, deadline, look_up, len(keys))
+
+    def _on_files(
+        self, namespace: bytes, keys: Sequence[bytes], deadline: float, work: Callable[[str, int], bool], at_once: int
+    ) -> list[Answer]:
+        """Return the answer of `work(name, position)` for each key, False for a missing file, or the kind of the
+        failure. In parallel, in rounds of `at_once` files."""
+        answers: list[Answer] = [ErrorKind.DEADLINE] * len(keys)
         folder = namespace.hex()
 
-        def look_up(position: int) -> None:
-            name = page_name(folder, keys[position])
+        def one(start: int, number: int) -> None:
+            position = start + number
             try:
-                found = self._root.call(self._files.find, name)
-                if found is not None and is_use:
-                    self._use(name, (namespace, keys[position]), found.st_mtime)
-                answers[position] = found is not None
+                answers[position] = work(page_name(folder, keys[position]), position)
             except FileNotFoundError:
                 answers[position] = False
             except OSError as error:
                 answers[position] = error_name(error)
 
-        self._calls.each(len(keys), look_up, deadline)
+        for start in range(0, len(keys), at_once):
+            if not self._calls.each(min(at_once, len(keys) - start), functools.partial(one, start), deadline):
+                break
         return list(answers)  # a thread that hangs may still write into the other list
 
     def _use(self, name: str, page: PageId, used_s: float) -> None:
@@ -234,7 +242,6 @@ class SharedFilesDriver:
 
     @property
     def rejection(self) -> str | None:
-        """See ExplainsRejections."""
         return self._writes.rejection
 
     # Removals
@@ -244,42 +251,22 @@ class SharedFilesDriver:
     ) -> tuple[int, Sequence[str]]:
         """See Driver. In parallel, a round of files at a time. With `found`, only while the mount shows the store's
         marker as it was written."""
-        removed = [False] * len(keys)
-        kinds = [_LATE] * len(keys)
-        folder = namespace.hex()
+        def remove_one(name: str, position: int) -> bool:
+            return self._root.call(self._remove, name, None if found is None else found[position])
 
-        def remove_one(start: int, number: int) -> None:
-            position = start + number
-            name = page_name(folder, keys[position])
-            try:
-                if found is None:
-                    removed[position] = self._root.call(self._remove, name)
-                else:
-                    removed[position] = self._root.call(self._remove_found, name, found[position])
-                kinds[position] = ""
-            except FileNotFoundError:
-                kinds[position] = ""
-            except OSError as error:
-                kinds[position] = error_name(error)
+        answers = self._on_files(namespace, keys, deadline, remove_one, _REMOVED_AT_ONCE)
+        return answers.count(True), [answer for answer in answers if isinstance(answer, str)]
 
-        for start in range(0, len(keys), _REMOVED_AT_ONCE):
-            count = min(_REMOVED_AT_ONCE, len(keys) - start)
-            if not self._calls.each(count, functools.partial(remove_one, start), deadline):
-                break
-        return sum(removed), [kind for kind in kinds if kind]
-
-    def _remove(self, name: str) -> bool:
+    def _remove(self, name: str, found: Identity | None) -> bool:
+        system, root_fd = self._system, self._root.fd
+        if found is not None:
+            check_mount(root_fd, system)
+            return remove_damaged(system, root_fd, name, found)
         try:
-            self._system.unlink(name, dir_fd=self._root.fd)
+            system.unlink(name, dir_fd=root_fd)
         except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
             return False
         return True
-
-    def _remove_found(self, name: str, found: Identity) -> bool:
-        check_mount(self._root.fd, self._system)
-        there = look(self._system, self._root.fd, name) is not None
-        remove_damaged(self._system, self._root.fd, name, found)
-        return there and look(self._system, self._root.fd, name) is None
 
     # The whole store, on the caller's thread: sweeps, measurements and tools
 
@@ -290,10 +277,7 @@ class SharedFilesDriver:
         except OSError as error:
             raise StoreError(error_name(error)) from error
 
-    def read_start(
-        self, page: StoredPage, bytes_max: int, deadline: float
-    ) -> tuple[bytes, Identity | None] | None:
-        """See Inspects."""
+    def read_start(self, page: StoredPage, bytes_max: int, deadline: float) -> tuple[bytes, Identity | None] | None:
         name = page_name(page.namespace.hex(), page.key)
         try:
             return self._root.call(read_object, self._system, self._root.fd, name, bytes_max)
@@ -317,29 +301,23 @@ class SharedFilesDriver:
 
     @property
     def swept(self) -> Swept:
-        """See SharesSweeps."""
         return self._lease.swept
 
     @property
     def unpublished_bytes(self) -> int:
-        """See SharesSweeps."""
         return self._listing.temporary_bytes
 
     @property
     def sweeps(self) -> bool:
-        """See SharesSweeps."""
         return self._lease.is_ours
 
     def begin_sweep(self, needs_room: bool) -> bool:
-        """See SharesSweeps."""
         return self._for_sweep(self._lease.visit, needs_room)
 
     def continue_sweep(self) -> None:
-        """See SharesSweeps."""
         self._for_sweep(self._lease.beat)
 
     def end_sweep(self, pages: int, size_bytes: int) -> None:
-        """See SharesSweeps."""
         self._for_sweep(self._lease.end, pages, size_bytes)
         self._for_sweep(self._listing.tidy)
 
@@ -359,7 +337,6 @@ class SharedFilesDriver:
         if not has_ended:
             _log.warning("shared files %s: calls of the system still hang; their threads end when these return",
                          self._root.path)
-
 
     def _release(self, number: int) -> None:
         with contextlib.suppress(OSError):  # the others take the lease over by its age

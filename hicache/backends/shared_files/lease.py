@@ -88,11 +88,18 @@ class SweepLease:
         has_failed = self._is_listing
         if has_failed:
             self.release()
-        self._look()
-        if has_failed:
-            return False
-        found = self._found or _Lease()
-        if not self._is_free(needs_room):
+        seen, is_first = self._read(), self._is_first
+        if is_first or seen != self._found:
+            self._found, self._seen_at_s = seen, self._clock()
+        self._is_first = False
+        if seen is not None:
+            self.swept = _swept(seen)
+            if is_first and abs(self._clock.wall_s() - seen.written_s) > LEASE_S:
+                self._seen_at_s = -math.inf
+        found = seen or _Lease()
+        is_urgent = needs_room and found.begun == found.ended
+        is_old = self._clock() - self._seen_at_s >= (URGENT_S if is_urgent else LEASE_S)
+        if has_failed or not (is_old or found.owner in ("", self._owner)):
             return False
         self._is_listing, self._is_recorded = True, False
         try:
@@ -105,23 +112,6 @@ class SweepLease:
             if error.errno not in FULL_ERRNOS:
                 raise
         return self._is_listing
-
-    def _look(self) -> None:
-        found, is_first = self._read(), self._is_first
-        if is_first or found != self._found:
-            self._found, self._seen_at_s = found, self._clock()
-        self._is_first = False
-        if is_first and found is not None and abs(self._clock.wall_s() - found.written_s) > LEASE_S:
-            self._seen_at_s = -math.inf
-        if found is not None:
-            self.swept = _swept(found)
-
-    def _is_free(self, needs_room: bool) -> bool:
-        found = self._found
-        if found is None or found.owner in ("", self._owner):
-            return True
-        is_urgent = needs_room and found.begun == found.ended
-        return self._clock() - self._seen_at_s >= (URGENT_S if is_urgent else LEASE_S)
 
     def beat(self) -> None:
         """Show that the listing makes progress, every BEAT_S. Cheap in between."""
@@ -173,11 +163,8 @@ class SweepLease:
         with contextlib.suppress(FileNotFoundError):
             system.unlink(temporary, dir_fd=fd)
         try:
-            file = system.open(temporary, CREATE_FLAGS, dir_fd=fd)
-            try:
+            with system.opened(temporary, CREATE_FLAGS, dir_fd=fd) as file:
                 system.pwritev(file, [memoryview(json.dumps(asdict(lease)).encode() + b"\n")], 0)
-            finally:
-                system.close(file)
             system.rename(temporary, LEASE_FILE, dir_fd=fd)
         except OSError:
             with contextlib.suppress(OSError):

@@ -29,10 +29,6 @@ _OF_ONE_FILE = frozenset({
 })
 
 
-def _is_temporary(name: str) -> bool:
-    return name.startswith(".") and is_hex(name[1:65], 64) and name[65:66] == "."
-
-
 class _OneFile:
     """Suppress the errors of one file or directory, except for those `besides`."""
 
@@ -84,7 +80,7 @@ class Listing:
                 size_bytes, damage = (found.st_size, None) if is_file else (0, NOT_REGULAR)
                 key = bytes.fromhex(name)
                 yield StoredPage(bytes.fromhex(namespace), key, size_bytes, found.st_mtime, identity(found), damage)
-            elif _is_temporary(name):
+            elif name.startswith(".") and is_hex(name[1:65], 64) and name[65:66] == ".":
                 self.temporary_bytes += found.st_size
                 self._note_temporary(f"{folder}/{name}", found)
 
@@ -101,15 +97,12 @@ class Listing:
 
         def read() -> list[tuple[str, os.stat_result]]:
             raised = next(tries)
-            fd = system.open(folder, LIST_FLAGS, dir_fd=self._root.fd)
-            try:
+            with system.opened(folder, LIST_FLAGS, dir_fd=self._root.fd) as fd:
                 found: list[tuple[str, os.stat_result]] = []
                 for name in sorted(filter(is_wanted, system.listdir(fd))):
                     with _OneFile(besides=raised):
                         found.append((name, system.lstat(name, dir_fd=fd)))
                 return found
-            finally:
-                system.close(fd)
 
         with _OneFile():
             return self._root.call(read)

@@ -80,12 +80,9 @@ class Root:
         """Replace the file behind the descriptor, if the store is at the same path. Raises RootLost, and changes
         nothing then. A call in progress never sees the number of another file."""
         try:
-            fd = self._system.open(self.path, _FLAGS)
-            try:
+            with self._system.opened(self.path, _FLAGS, dir_fd=None) as fd:
                 read_start(self._system, fd, MARKER, len(_MARKER_TEXT))
                 os.dup2(fd, self.fd, inheritable=False)
-            finally:
-                self._system.close(fd)
         except OSError as error:
             raise RootLost(error.errno, f"the store cannot be opened again: {error.strerror}") from error
 
@@ -135,7 +132,11 @@ def open_root(path: str | os.PathLike[str], *, create: bool, system: System, clo
         else:
             fd = system.open(absolute, _FLAGS)
         try:
-            system.shared_mode = _given_to_writers(system.fstat(fd).st_mode)
+            # The permissions of group and others, of those that include writing.
+            mode = system.fstat(fd).st_mode
+            system.shared_mode = (mode & stat.S_IRWXG if mode & stat.S_IWGRP else 0) | (
+                mode & stat.S_IRWXO if mode & stat.S_IWOTH else 0
+            )
             _check_marker(absolute, fd, create, system)
         except BaseException:
             system.close(fd)
@@ -148,12 +149,6 @@ def open_root(path: str | os.PathLike[str], *, create: bool, system: System, clo
             f"shared files {absolute}: {reason}; check that the file system is mounted, and the permissions"
         ) from error
     return Root(absolute, fd, system)
-
-
-def _given_to_writers(mode: int) -> int:
-    """Return the permissions of group and others in `mode`, of those that include writing."""
-    group = mode & stat.S_IRWXG if mode & stat.S_IWGRP else 0
-    return group | (mode & stat.S_IRWXO if mode & stat.S_IWOTH else 0)
 
 
 def _check_marker(path: str, fd: int, create: bool, system: System) -> None:

@@ -82,17 +82,14 @@ class AbandonableCalls:
 
     def later(self, work: Callable[[], object]) -> None:
         """Call `work` when a thread is free, also after the threads have hung. Does not wait."""
+        todo = [work]
 
-        def begin() -> bool:
-            work()
-            return True
-
-        def late(has_begun: bool | None) -> None:
-            if not has_begun:
-                work()
+        def run(late: object = None) -> None:
+            with contextlib.suppress(IndexError):  # the work was already begun
+                todo.pop()()
 
         with contextlib.suppress(BackendUnavailable):
-            self.one(begin, -math.inf, late)
+            self.one(run, -math.inf, run)
 
     def each(self, count: int, work: Callable[[int], None], deadline: float) -> bool:
         """Call `work` for each position below `count`, several at a time. Return False if one has not ended by the

@@ -11,7 +11,8 @@ import errno
 import functools
 import itertools
 import secrets
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from ...clock import Clock
 from ...frame import join
@@ -22,19 +23,18 @@ from .root import Root, when_settled
 from .threads import AbandonableCalls, Lent
 
 
+@dataclass(eq=False)
 class SharedFileWrites:
     """See the module's docstring. `rejection` is the reason why the last call rejected pages, or None. Thread-safe."""
 
-    def __init__(
-        self, system: System, root: Root, files: PageFiles, calls: AbandonableCalls, clock: Clock
-    ) -> None:
-        self._system = system
-        self._root = root
-        self._files = files
-        self._calls = calls
-        self._clock = clock
-        self._writer, self._serial = secrets.token_hex(6), itertools.count(1)
-        self.rejection: str | None = None
+    _system: System
+    _root: Root
+    _files: PageFiles
+    _calls: AbandonableCalls
+    _clock: Clock
+    _writer: str = field(default_factory=lambda: secrets.token_hex(6))
+    _serial: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+    rejection: str | None = None
 
     def run(self, pages: PageWrites, missing: Sequence[int]) -> None:
         """Store the pages at these positions, and report them. Blocks until the deadline, or a moment longer to
@@ -76,8 +76,7 @@ class SharedFileWrites:
         return written
 
     def _write(self, name: str, data: memoryview, used_s: float | None) -> str:
-        """Write a new temporary file beside the page `name`; return its name. Raises OSError, and leaves no file then.
-        """
+        """Write a new temporary file beside the page `name`; return its name. Raises OSError without a new file."""
         folder, _, key = name.rpartition("/")
         # A name that GlusterFS places like the final one: a rename then moves no data.
         temporary = f"{folder}/.{key}.{self._writer}{next(self._serial)}"

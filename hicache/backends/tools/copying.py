@@ -41,13 +41,8 @@ class CopyProgress:
 
 
 def copy_stored(
-    source: StoredPages,
-    target: StoredPages | None,
-    *,
-    namespace: str = "",
-    keys: PageKeys,
-    rate_bytes_per_s: float | None = None,
-    dry_run: bool = False,
+    source: StoredPages, target: StoredPages | None, *, namespace: str = "", keys: PageKeys,
+    rate_bytes_per_s: float | None = None, dry_run: bool = False,
 ) -> Iterator[CopyProgress]:
     """Copy the pages of `source`, of the namespaces whose digest starts with `namespace`, to `target`; yield the same
     progress object after each page.
@@ -88,11 +83,7 @@ def copy_stored(
 
 
 def _copy(
-    progress: CopyProgress,
-    source: StoredPages,
-    target: StoredPages,
-    page: StoredPage,
-    parent: bytes | None,
+    progress: CopyProgress, source: StoredPages, target: StoredPages, page: StoredPage, parent: bytes | None,
     keys: PageKeys,
 ) -> bool:
     """Copy one page and count its outcome; return True if it was copied."""

@@ -51,11 +51,14 @@ class HottestChains:
         inner = set(self._parents.values())
         for end in itertools.islice(self._parents, before, None):
             if end not in inner:
-                yield end[0], self._keys(end)
+                keys: list[bytes] = []
+                at: PageId | None = end
+                while at is not None:
+                    keys.append(at[1])
+                    at = self._parents[at]
+                yield end[0], keys[::-1]
 
-    def _newest(
-        self, stored: StoredPages, namespaces: Sequence[bytes]
-    ) -> Generator[None, None, list[PageId]]:
+    def _newest(self, stored: StoredPages, namespaces: Sequence[bytes]) -> Generator[None, None, list[PageId]]:
         """Return the most recently used pages that may be chosen, the newest first."""
         heap: list[tuple[float, PageId, int]] = []
         heap_bytes = 0
@@ -85,10 +88,3 @@ class HottestChains:
             path[at] = None if parent is None else (at[0], parent), header.object_bytes
             at = path[at][0]
         return [(page, *path[page]) for page in reversed(path)]
-
-    def _keys(self, end: PageId) -> list[bytes]:
-        keys, at = [end[1]], self._parents[end]
-        while at is not None:
-            keys.append(at[1])
-            at = self._parents[at]
-        return keys[::-1]

@@ -1,4 +1,4 @@
-"""Verifies stored pages of any store, one page or a whole store.
+"""Verifies stored pages: a whole store of any kind, or one file of a file store, outside its store.
 
 A header contains its namespace and its lengths, so the engine's configuration is not needed. A length from a header is
 compared with the length of the object and never used to allocate memory.
@@ -6,16 +6,20 @@ compared with the length of the object and never used to allocate memory.
 
 from __future__ import annotations
 
+import os
+import stat
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ...clock import Clock
 from ...config.guard import GuardConfig
-from ...errors import InvalidInput, PageUnreadable
+from ...errors import BackendUnavailable, InvalidInput, PageUnreadable
 from ...frame import FRAME_KEY_BYTES, HEADER_BYTES, Damage, Encoding, FrameCodec, FrameHeader, TagKind
 from ...keys import FORMAT_VERSION
 from ..base import StoredPage
+from ..file.pages import NOT_REGULAR, read_start
+from ..file.system import System
 from ..stored import StoredPages
 
 UNREADABLE = "unreadable"
@@ -42,6 +46,14 @@ _DAMAGE_PAGES = GuardConfig.damage_pages
 _LISTED_STEP = 1000
 # For a larger object the header is read first, to check whether it is a page.
 _LARGE_BYTES = 16 << 20
+_FILE_KINDS = {
+    stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +150,7 @@ def _judged(report: PageReport, stored: memoryview, header: FrameHeader, keys: P
             return replace(report, unsupported=Damage.TAG_KIND.value, note=OTHER_TAG)
         return replace(report, note=UNVERIFIABLE if kind is TagKind.AES_256_GMAC else ENCRYPTED)
     codec = FrameCodec(
-        header.namespace,
-        header.payload_bytes,
-        tag=kind,
+        header.namespace, header.payload_bytes, tag=kind,
         mac_keys=keys.mac if kind is TagKind.AES_256_GMAC else (),
         encryption_keys=keys.encryption if kind is TagKind.AES_256_GCM else (),
     )
@@ -214,9 +224,7 @@ class ScrubProgress:
 
 
 class RateLimit:
-    """Limits the bytes per second from now on; None means no limit. Raises InvalidInput for a rate that is not
-    positive.
-    """
+    """Limits the bytes per second from now on; None means no limit. Raises InvalidInput for one that is not > 0."""
 
     def __init__(self, rate_bytes_per_s: float | None, clock: Clock) -> None:
         if rate_bytes_per_s is not None and not rate_bytes_per_s > 0:
@@ -288,3 +296,23 @@ def _examined(stored: StoredPages, page: StoredPage, keys: PageKeys) -> tuple[St
     if report.damage is not None and identity is None:
         report = PageReport(report.size_bytes, damage=UNREADABLE, note=NOT_PROVED)
     return replace(page, identity=identity), report
+
+
+def inspect_page(path: str | os.PathLike[str], *, keys: PageKeys = NO_KEYS) -> PageReport:
+    """Read and verify one page file, including that its name and its namespace directory match its header.
+
+    Blocks for one read. Never follows a link. Raises BackendUnavailable if the file cannot be read.
+    """
+    where, system = os.path.abspath(os.fspath(path)), System()
+    folder, name = os.path.split(where)
+    try:
+        found = system.lstat(where)
+        if not stat.S_ISREG(found.st_mode):
+            kind = _FILE_KINDS.get(stat.S_IFMT(found.st_mode), "not a regular file")
+            return PageReport(found.st_size, damage=NOT_REGULAR, note=f"it is {kind}")
+        names = (os.path.basename(os.path.dirname(folder)), name)
+        page = read_page(found.st_size, lambda bytes_max: read_start(system, None, where, bytes_max), names, keys)
+        assert page is not None
+    except OSError as error:
+        raise BackendUnavailable(f"page {where}: {error.strerror}; check the path and its permissions") from error
+    return page[1]

@@ -41,7 +41,7 @@ _DEADLINE_S_MAX = 5.0
 
 
 class HiCacheStore(HiCacheStorage):
-    """HiCache's storage as the L3 of SGLang's hierarchical cache.
+    """HiCache's storage as the L3 of SGLang's hierarchical cache. See HiCacheStorage for each method.
 
     `--hicache-storage-backend-extra-config` has `config`, the path of HiCache's configuration, and may have `model`, a
     name of the weights that changes whenever they do: by default the fingerprint of the model's folder, or the commit
@@ -63,9 +63,7 @@ class HiCacheStore(HiCacheStorage):
                 '"interface_v1": 1 to --hicache-storage-backend-extra-config'
             )
         if storage_config.should_split_heads:
-            raise ConfigError(
-                f"{OPTIONS}: tp_lcm_size: pages split by heads are not supported by HiCache; remove it"
-            )
+            raise ConfigError(f"{OPTIONS}: tp_lcm_size: pages split by heads are not supported by HiCache; remove it")
 
     def register_mem_pool_host(self, mem_pool_host: EngineHostPool) -> None:
         """Open storage, for the pages of the pool if it has bytes. Blocks while weights are fingerprinted for the first
@@ -91,7 +89,6 @@ class HiCacheStore(HiCacheStorage):
     # Interface v1
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """See HiCacheStorage."""
         return self._open.lookup(keys)
 
     def batch_get_v1(
@@ -138,12 +135,9 @@ class HiCacheStore(HiCacheStorage):
     # Interface v2
 
     def batch_exists_v2(
-        self,
-        keys: list[str],
-        pool_transfers: list[PoolTransfer] | None = None,
+        self, keys: list[str], pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """See HiCacheStorage."""
         found = self._open.find(keys, pool_transfers or [])
         return PoolTransferResult(found.pages, found.pools, list(found.lengths))
 
@@ -162,7 +156,6 @@ class HiCacheStore(HiCacheStorage):
     # Methods for both interfaces
 
     def exists(self, key: str) -> bool:
-        """See HiCacheStorage."""
         return self._open.lookup([key]) == 1
 
     def clear(self) -> None:

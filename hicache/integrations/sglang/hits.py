@@ -26,21 +26,10 @@ class PoolTransfer(Protocol):
     """The used fields of SGLang's PoolTransfer. In a lookup, `keys` are placeholders, of which only the number counts,
     or None."""
 
-    @property
-    def name(self) -> str:
-        """The pool."""
-
-    @property
-    def keys(self) -> Sequence[str] | None:
-        """The keys of the pages."""
-
-    @property
-    def host_indices(self) -> torch.Tensor | None:
-        """The tokens of the pages in the pool."""
-
-    @property
-    def hit_policy(self) -> str:
-        """One of the policies above."""
+    name: str
+    keys: Sequence[str] | None
+    host_indices: torch.Tensor | None
+    hit_policy: str
 
 
 @dataclass(frozen=True, slots=True)

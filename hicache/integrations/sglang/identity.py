@@ -63,17 +63,9 @@ class EngineIdentity:
         # SGLang's name of a byte format that class, layout and dtype do not tell.
         tag = getattr(pool, "storage_format_tag", None)
         return Namespace(
-            model=self.model,
-            geometry=pages.shape,
-            kv_scales=self.kv_scales,
-            tp_rank=ranks.tp_rank,
-            tp_size=ranks.tp_size,
-            pp_rank=ranks.pp_rank,
-            pp_size=ranks.pp_size,
-            cp_rank=ranks.attn_cp_rank,
-            cp_size=ranks.attn_cp_size,
-            dcp_rank=ranks.dcp_rank,
-            dcp_size=ranks.dcp_size,
+            model=self.model, geometry=pages.shape, kv_scales=self.kv_scales,
+            tp_rank=ranks.tp_rank, tp_size=ranks.tp_size, pp_rank=ranks.pp_rank, pp_size=ranks.pp_size,
+            cp_rank=ranks.attn_cp_rank, cp_size=ranks.attn_cp_size, dcp_rank=ranks.dcp_rank, dcp_size=ranks.dcp_size,
             ranks_share_pages=ranks.is_mla_model and (name == KV or (name != MAMBA and not hasattr(pool, "head_num"))),
             engine_layout=(
                 f"sglang {self.version} {type(pool).__name__} {pool.layout} {pool.dtype} kv={self.kv_cache_dtype} "
@@ -81,7 +73,5 @@ class EngineIdentity:
                 + ("" if tag is None else f" format={tag}")
                 + ("" if name == KV else f" pool={name} {','.join(pages.dtypes)}")
             ),
-            quantisation=self.quantization,
-            key_hash=KEY_HASH,
-            label=self.label,
+            quantisation=self.quantization, key_hash=KEY_HASH, label=self.label,
         )

@@ -7,7 +7,6 @@ never written to.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -33,13 +32,6 @@ class EngineHostPool(Protocol):
         """Return the addresses and the lengths of the parts of the pages of the tokens `indices`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Buffer:
-    start: int
-    end: int
-    memory: memoryview
-
-
 class HostPages:
     """The pages of `pool`. Raises ConfigError for a pool whose pages cannot be moved in place, with what to change."""
 
@@ -52,7 +44,7 @@ class HostPages:
             raise ConfigError(f"--page-size: {pool.page_size} is not supported by HiCache; use 1 to {PAGE_SIZE_MAX}")
         tensors = _tensors(pool)
         self._pool = pool
-        self._buffers = [_buffer(tensor) for tensor in tensors]
+        self._buffers = [(tensor.data_ptr(), _bytes_of(tensor)) for tensor in tensors]
         self.dtypes = tuple(str(tensor.dtype) for tensor in tensors)
         try:
             self._sizes = [part.nbytes for part in self._parts(torch.arange(pool.page_size), 1)]
@@ -98,7 +90,7 @@ class HostPages:
             raise InvalidInput(
                 f"sglang: a page of {page.nbytes} bytes on {page.device}; pass {size} contiguous bytes in host memory"
             )
-        rest = _buffer(page).memory
+        rest = _bytes_of(page)
         parts = [rest] * len(self._sizes)
         for part in self._flat_order:
             parts[part], rest = rest[: self._sizes[part]], rest[self._sizes[part] :]
@@ -117,9 +109,9 @@ class HostPages:
         return [self._memory(address, size) for address, size in zip(addresses, sizes, strict=True)]
 
     def _memory(self, address: int, size: int) -> memoryview:
-        for buffer in self._buffers:
-            if buffer.start <= address and address + size <= buffer.end:
-                return buffer.memory[address - buffer.start : address - buffer.start + size]
+        for start, memory in self._buffers:
+            if start <= address and address + size <= start + memory.nbytes:
+                return memory[address - start : address - start + size]
         raise InvalidInput("sglang: the host pool returns addresses outside its KV buffers; this pool is not supported")
 
 
@@ -137,6 +129,5 @@ def _tensors(pool: EngineHostPool) -> list[torch.Tensor]:
     return [tensor for tensor in tensors if tensor.numel()]
 
 
-def _buffer(tensor: torch.Tensor) -> _Buffer:
-    memory = memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)
-    return _Buffer(tensor.data_ptr(), tensor.data_ptr() + memory.nbytes, memory)
+def _bytes_of(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().view(-1).view(torch.uint8).numpy().data)

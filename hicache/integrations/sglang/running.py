@@ -42,18 +42,16 @@ def running_engine(extra: Mapping[str, object] | None, label: str | None) -> Eng
     """Read SGLang's configuration. Blocks while weights are read for the first time. Raises ConfigError if the weights
     cannot be identified."""
     model, adapters, draft = get_model(), get_lora().lora_paths or (), get_spec().speculative_draft_model_path
+    scales = model.quantization_param_path
     weights = [model_identity(OPTIONS, extra, model.model_path, _commit(model.model_path, model.revision))]
     # SGLang's keys contain an adapter's name and path; and a draft model's KV may be part of a page.
     for path in (*sorted(adapter.lora_path for adapter in adapters), *([draft] if draft else [])):
         weights.append(model_identity(OPTIONS, None, path, _commit(path, None)))
     return EngineIdentity(
-        version=sglang_version,
-        weights=" ".join(weights),
-        weight_version=weight_version(),
-        label=label or model.model_path,
-        kv_cache_dtype=str(model.kv_cache_dtype),
+        version=sglang_version, weights=" ".join(weights), weight_version=weight_version(),
+        label=label or model.model_path, kv_cache_dtype=str(model.kv_cache_dtype),
         quantization=str(model.quantization or ""),
-        kv_scales=_digest(model.quantization_param_path),
+        kv_scales=hashlib.sha256(Path(scales).read_bytes()).hexdigest() if scales is not None else "",
         overrides={"arguments": model.json_model_override_args, "dtype": model.dtype},
     )
 
@@ -64,7 +62,3 @@ def _commit(model: str, revision: str | None) -> str | None:
         return None
     found = try_to_load_from_cache(model, "config.json", revision=revision)
     return Path(found).parent.name if isinstance(found, str) else None
-
-
-def _digest(path: str | None) -> str:
-    return "" if path is None else hashlib.sha256(Path(path).read_bytes()).hexdigest()

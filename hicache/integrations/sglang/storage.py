@@ -171,7 +171,6 @@ class HostPoolStorage:
         return [self._calls.popleft() for _ in range(len(self._calls))]
 
     def close(self) -> bool:
-        """See EngineStorage."""
         return self._storage.close()
 
     def _pool(self, name: str) -> _Pool:
@@ -195,8 +194,7 @@ class HostPoolStorage:
         if not self._is_usable():
             return [False] * len(batch.keys)
         began_s = time.perf_counter()
-        outcomes = batch.pool.store.read(batch.keys, batch.views, deadline)
-        hits = [outcome is GetOutcome.HIT for outcome in outcomes]
+        hits = [one is GetOutcome.HIT for one in batch.pool.store.read(batch.keys, batch.views, deadline)]
         self._note(True, batch.pool, sum(hits), began_s)
         return hits
 
@@ -204,8 +202,7 @@ class HostPoolStorage:
         if not self._is_usable():
             return [False] * len(batch.keys)
         began_s = time.perf_counter()
-        outcomes = batch.pool.store.write(batch.keys, batch.views, parent, deadline)
-        stored = [outcome.is_stored for outcome in outcomes]
+        stored = [one.is_stored for one in batch.pool.store.write(batch.keys, batch.views, parent, deadline)]
         self._note(False, batch.pool, sum(stored), began_s)
         return stored
 

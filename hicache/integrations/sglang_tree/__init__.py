@@ -3,8 +3,7 @@
     plugin     registers the tree with SGLang; imports nothing until the flag is used
     start      builds the cache from SGLang's flags and pools
     tree       HiCacheTree: SGLang's interface of a tree, over an EngineCache
-    keys       the key of a prompt
-    views      ids, traces and figures, as SGLang passes and reads them
+    views      keys of prompts, ids, traces and figures, as SGLang passes and reads them
     pool       SGLang's device memory and its free list, for the cache
     prefill    measures SGLang's prefill speed
     events     the tree's KV events in SGLang's form

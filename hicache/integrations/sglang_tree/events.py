@@ -111,13 +111,8 @@ class TreeEvents:
         names = self._lora_names
         self._queue.enqueue(
             BlockStored(
-                block_hashes=hashes,
-                parent_block_hash=parent,
-                token_ids=self._token_ids(event),
-                block_size=event.page_size,
-                lora_id=None,
-                medium=_MEDIA[event.medium],
-                cache_salt=origin.cache_salt,
+                block_hashes=hashes, parent_block_hash=parent, token_ids=self._token_ids(event),
+                block_size=event.page_size, lora_id=None, medium=_MEDIA[event.medium], cache_salt=origin.cache_salt,
                 session_id=origin.session_id,
                 lora_name=names.resolve(origin.extra_key) if self._dynamo_format else names.get(origin.extra_key),
             )
@@ -150,12 +145,11 @@ class TreeEvents:
 
     def _seed(self, origin: Origin) -> bytes | None:
         """Return the digest of the namespace that SGLang mixes into each hash, or None."""
-        seed: bytes | None
-        if self._dynamo_format:
-            seed = kv_event_namespace_seed(extra_key=origin.extra_key, cache_salt=origin.cache_salt)
-        else:
-            named = self._lora_names.get(origin.extra_key) is not None
-            seed = kv_event_namespace_seed(extra_key=origin.extra_key if named else None, cache_salt=None)
+        is_named = self._dynamo_format or self._lora_names.get(origin.extra_key) is not None
+        seed: bytes | None = kv_event_namespace_seed(
+            extra_key=origin.extra_key if is_named else None,
+            cache_salt=origin.cache_salt if self._dynamo_format else None,
+        )
         return seed
 
     def _remove(self, event: Removed) -> None:

@@ -55,4 +55,4 @@ def _leave_out_mixed(_: object, batch: ScheduleBatch, *__: object, **___: object
     from .tree import HiCacheTree  # noqa: PLC0415
 
     if isinstance(tree := batch.tree_cache, HiCacheTree):
-        tree.leave_out_batch()
+        tree.prefill.leave_out()

@@ -30,7 +30,8 @@ _WAITS_KEPT = 4
 
 
 class SGLangPages:
-    """The free list of SGLang's allocator as `EnginePages`. The cache holds `used_pages` of its pages."""
+    """The free list of SGLang's allocator as `EnginePages`, which describes the methods. The cache holds `used_pages`
+    of its pages."""
 
     def __init__(self, allocator: Any) -> None:
         self._allocator = allocator
@@ -52,7 +53,6 @@ class SGLangPages:
         return self._allocator.free_group is not None
 
     def alloc(self, count: int) -> PageIds | None:
-        """See `PagePool`."""
         slots = self._allocator.alloc(count * self._page_size)
         if slots is None:
             return None
@@ -60,7 +60,6 @@ class SGLangPages:
         return self.pages_of(slots)
 
     def free(self, pages: PageIds) -> None:
-        """See `PagePool`."""
         if len(pages) > self.used_pages:
             raise InvariantError(f"free: {len(pages)} pages, but the tree holds {self.used_pages}")
         if len(pages):
@@ -68,12 +67,10 @@ class SGLangPages:
             self._allocator.free_segment(self.slots_of(pages), start_pos=0)
 
     def take_over(self, count: int) -> None:
-        """See `EnginePages`."""
         self.used_pages += count
 
     @contextmanager
     def free_group(self) -> Iterator[None]:
-        """See `PagePool`."""
         self._allocator.free_group_begin()
         try:
             yield
@@ -129,7 +126,7 @@ class LayerWaits:
 
 
 class DraftWaits:
-    """The counter of a draft model whose layers follow those of the model in each page."""
+    """LayerWaits of a draft model whose layers follow those of the model in each page."""
 
     def __init__(self, waits: LayerWaits, first: int) -> None:
         self._waits = waits
@@ -138,11 +135,9 @@ class DraftWaits:
 
     @property
     def consumer_index(self) -> int:
-        """As in `LayerWaits`."""
         return self._waits.consumer_index
 
     def wait_until(self, layer: int) -> None:
-        """As in `LayerWaits`."""
         self._waits.wait_until(self._first + layer)
 
 
@@ -172,8 +167,7 @@ def _layers_of(pool: Any) -> tuple[tuple[Any, ...], list[list[torch.Tensor]]]:
     if isinstance(info, MHABufferInfo) and info.scales is None and info.buffers.layout is KVBufferLayout.NHD:
         layers = [list(pair) for pair in zip(info.buffers.k, info.buffers.v, strict=True)]
         dtype = _dtype(pool, info.buffers.k[0])
-        value_dim = info.v_head_dim
-        return (info.head_num, info.head_dim, info.page_size, dtype, KVLayout.MHA, value_dim), layers
+        return (info.head_num, info.head_dim, info.page_size, dtype, KVLayout.MHA, info.v_head_dim), layers
     if isinstance(info, MLABufferInfo) and isinstance(info.buffers, tuple) and info.scales is None:
         layers = [[buffer] for buffer in info.buffers]
         dtype = _dtype(pool, info.buffers[0])
@@ -193,4 +187,3 @@ def _unsupported(pool: Any) -> ConfigError:
         f"the KV cache of this model is a {type(pool).__name__}, and HiCache's tree holds one pool of full attention; "
         f"{USE_OWN_TREE}"
     )
-

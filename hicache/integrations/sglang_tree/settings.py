@@ -37,28 +37,24 @@ class Refusal(NamedTuple):
     words: str
 
 
-def _is_set(value: Any) -> bool:
-    return bool(value)
-
-
 def _is_many(value: Any) -> bool:
     return value is not None and value > 1
 
 
 REFUSED = (
-    Refusal("disable_radix_cache", _is_set, "nothing would be reused; remove it"),
+    Refusal("disable_radix_cache", bool, "nothing would be reused; remove it"),
     Refusal("pp_size", _is_many, f"pipeline parallelism is not supported; {USE_OWN_TREE}"),
     Refusal("attn_cp_size", _is_many, f"context parallelism is not supported; {USE_OWN_TREE}"),
     Refusal("dcp_size", _is_many, f"context parallelism is not supported; {USE_OWN_TREE}"),
-    Refusal("enable_kv_cache_sharding", _is_set, f"interleaved pages are not supported; {USE_OWN_TREE}"),
+    Refusal("enable_kv_cache_sharding", bool, f"interleaved pages are not supported; {USE_OWN_TREE}"),
     Refusal("hicache_host_memory_mode", "buffer_only".__eq__, "our host memory is a cache; remove it"),
     Refusal("disaggregation_mode", "decode".__eq__, f"a decode engine is not supported; {USE_OWN_TREE}"),
-    Refusal("enable_pd_role_switch", _is_set, f"a decode engine is not supported; {USE_OWN_TREE}"),
-    Refusal("enable_pdmux", _is_set, f"its event loop does not poll the tree; {USE_OWN_TREE}"),
-    Refusal("enable_unified_memory", _is_set, f"pages that move are not supported; {USE_OWN_TREE}"),
-    Refusal("kv_canary_sweep_interval", _is_set, "it needs SGLang's own tree; remove it"),
+    Refusal("enable_pd_role_switch", bool, f"a decode engine is not supported; {USE_OWN_TREE}"),
+    Refusal("enable_pdmux", bool, f"its event loop does not poll the tree; {USE_OWN_TREE}"),
+    Refusal("enable_unified_memory", bool, f"pages that move are not supported; {USE_OWN_TREE}"),
+    Refusal("kv_canary_sweep_interval", bool, "it needs SGLang's own tree; remove it"),
     Refusal("disaggregation_decode_retraction_backup", "host_pool".__eq__, "it needs SGLang's own host pool; use none"),
-    Refusal("enable_session_radix_cache", _is_set, "it needs SGLang's own tree; remove it"),
+    Refusal("enable_session_radix_cache", bool, "it needs SGLang's own tree; remove it"),
     Refusal(
         "kv_cache_dtype", frozenset({"mxfp8", "nvfp4", "fp4_mx_block16"}).__contains__,
         "KV with separate scales is not supported; use auto or fp8_e4m3",
@@ -78,6 +74,4 @@ def without_effect(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 def refused(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield the flags in `given` that the tree refuses, with the reason and what to do instead."""
-    return (
-        (flag(field), words) for field, applies, words in REFUSED if field in given and applies(given[field])
-    )
+    return ((flag(field), words) for field, applies, words in REFUSED if field in given and applies(given[field]))

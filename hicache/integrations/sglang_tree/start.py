@@ -39,7 +39,6 @@ from .weights import WeightsWatch
 logger = logging.getLogger(__name__)
 
 
-
 def build_tree(context: TreeCacheBuildContext) -> HiCacheTree:
     """Return the tree. Blocks while weights are fingerprinted for the first time, and until storage is open. Raises
     ConfigError, with what to change, for what the tree does not support; SGLang then does not start."""
@@ -55,9 +54,7 @@ def build_tree(context: TreeCacheBuildContext) -> HiCacheTree:
     namespace = _namespace(extra, config, geometry, wide_ids=_has_wide_ids(context))
     ranks = _ranks(config, params.tp_cache_group)
     pages = SGLangPages(allocator)
-    cache = create_cache(
-        config, namespace, device=blocks.device, device_blocks=blocks, engine_pages=pages, ranks=ranks
-    )
+    cache = create_cache(config, namespace, device=blocks.device, device_blocks=blocks, engine_pages=pages, ranks=ranks)
     assert isinstance(cache, EngineCache)
     waits = LayerWaits(geometry.layers, blocks.device)
     _register_waits(context, waits, pool, drafts)
@@ -154,15 +151,10 @@ def _namespace(extra: dict[str, Any], config: HiCacheConfig, geometry: KVGeometr
     engine, parallel = running_engine(extra, config.model_label), get_parallel()
     is_mla = geometry.layout is KVLayout.MLA
     return Namespace(
-        model=engine.model,
-        geometry=geometry,
-        kv_scales=engine.kv_scales,
-        tp_rank=parallel.attn_tp_rank,
-        tp_size=parallel.attn_tp_size,
-        ranks_share_pages=is_mla,
+        model=engine.model, geometry=geometry, kv_scales=engine.kv_scales, tp_rank=parallel.attn_tp_rank,
+        tp_size=parallel.attn_tp_size, ranks_share_pages=is_mla,
         engine_layout=f"sglang {engine.version} tree kv={engine.kv_cache_dtype}{' wide' if wide_ids else ''}",
-        quantisation=engine.quantization,
-        label=engine.label,
+        quantisation=engine.quantization, label=engine.label,
     )
 
 

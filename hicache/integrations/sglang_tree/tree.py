@@ -48,10 +48,9 @@ from ...cache.engine_cache import EngineCache, Found, Prefix
 from ...errors import InvalidInput, InvariantError
 from ...keys import RadixKey
 from ..sglang.running import weight_version
-from .keys import prompt_key
 from .pool import LayerWaits, SGLangPages
 from .prefill import PrefillClock
-from .views import HostFigures, Roots, rid_of, root_of, trace_of
+from .views import HostFigures, Roots, prompt_key, rid_of, root_of, trace_of
 
 # The pause of a step that computes nothing while copies or storage work: SGLang repeats it at once, and a busy loop
 # would take the interpreter's lock from their threads.
@@ -84,18 +83,9 @@ class HiCacheTree(BasePrefixCache):
     hicache_storage_pass_prefix_keys = False
 
     def __init__(  # noqa: PLR0913
-        self,
-        params: Any,
-        cache: EngineCache,
-        pages: SGLangPages,
-        waits: LayerWaits,
-        prefill: PrefillClock,
-        *,
-        wide_ids: bool,
-        fence: Callable[[], Any] | None,
-        next_epoch: Callable[[int], int | None],
-        take_events: Callable[[], list[Any]] | None,
-        close: Callable[[], None],
+        self, params: Any, cache: EngineCache, pages: SGLangPages, waits: LayerWaits, prefill: PrefillClock, *,
+        wide_ids: bool, fence: Callable[[], Any] | None, next_epoch: Callable[[int], int | None],
+        take_events: Callable[[], list[Any]] | None, close: Callable[[], None],
     ) -> None:
         self.cache = cache
         self.req_to_token_pool = params.req_to_token_pool
@@ -106,7 +96,7 @@ class HiCacheTree(BasePrefixCache):
         self.token_to_kv_pool_host = HostFigures(cache)
         self._pages = pages
         self._waits = waits
-        self._prefill = prefill
+        self.prefill = prefill
         self._wide_ids = wide_ids
         self._fence = fence
         self._next_epoch = next_epoch
@@ -127,6 +117,8 @@ class HiCacheTree(BasePrefixCache):
         key = self._key(params.key.raw_token_ids(), params.key.extra_key, params.key.cache_salt)
         found = self.cache.nothing if key is None else self.cache.find(key)
         self._matched = None if key is None or params.req is None else _Matched(params.req, key, found)
+        if params.req is not None and params.req.kv_hints is not None:
+            self.cache.hint(params.req.kv_hints, params.req.rid)
         return MatchResult(
             device_prefix_len=found.device_pages * self.page_size,
             last_device_node=found.device,
@@ -201,7 +193,7 @@ class HiCacheTree(BasePrefixCache):
         page_size, start_page = self.page_size, req.kv.cache_protected_len // self.page_size
         begin, end = start_page * page_size, key.pages(page_size) * page_size
         if left_tokens:
-            self._prefill.add(req)
+            self.prefill.add(req)
         if end <= begin:
             return
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
@@ -224,7 +216,7 @@ class HiCacheTree(BasePrefixCache):
 
     def on_release(self, req: Any, *, checkpointed: bool) -> None:
         """Note the end of a request, or its retraction."""
-        self.cache.end(rid_of(req.cache_request_handle))
+        self.cache.end(rid_of(req.cache_request_handle), req.rid if req.finished() else None)
 
     def evict(self, params: EvictParams) -> EvictResult:
         """Free slots. Blocks while their pages must be copied to L2 first."""
@@ -278,24 +270,20 @@ class HiCacheTree(BasePrefixCache):
         self._pass_fence()
         transfer = self.cache.start_loading()
         self._has_computed = True
-        self._prefill.begins(loads=transfer is not None)
+        self.prefill.begins(loads=transfer is not None)
         number = -1 if transfer is None else self._waits.add(transfer)
         self._waits.set_consumer(number)  # SGLang's workers do not for models without generation; this forward is next
         return number
-
-    def leave_out_batch(self) -> None:
-        """Do not measure this batch, because it also decodes."""
-        self._prefill.leave_out()
 
     def flush_pending_backups(self) -> None:
         """Note the end of a step with a batch."""
         self._has_computed = True
         if self._fence is None:  # on a device, the next forward may be queued only after this call
-            self._prefill.ended()
+            self.prefill.ended()
 
     def check_hicache_events(self) -> None:
         """Take in what has ended, and start what waits. Rests if the step before has computed nothing."""
-        self._prefill.ended()
+        self.prefill.ended()
         if weight_version() != self._version:  # new weights without a flush
             self._forget()
         self._pass_fence()
@@ -321,15 +309,9 @@ class HiCacheTree(BasePrefixCache):
         return self.enable_storage or self.cache.config.integrity.verify == "load"
 
     def prefetch_from_storage(  # noqa: PLR0913, PLR0917 - SGLang's
-        self,
-        request: CacheRequestHandle,
-        last_host_node: Prefix,
-        new_input_tokens: array[int],
-        last_hash: str | None = None,
-        prefix_keys: list[str] | None = None,
-        matched_prefix_tokens: array[int] | None = None,
-        extra_key: str | None = None,
-        cache_salt: str | None = None,
+        self, request: CacheRequestHandle, last_host_node: Prefix, new_input_tokens: array[int],
+        last_hash: str | None = None, prefix_keys: list[str] | None = None,
+        matched_prefix_tokens: array[int] | None = None, extra_key: str | None = None, cache_salt: str | None = None,
         storage_hit_end: int | None = None,
     ) -> bool:
         """Start to read the part of a prompt that is not on L1 or L2."""
@@ -366,7 +348,7 @@ class HiCacheTree(BasePrefixCache):
             self.cache.abort_prefetch(rid)
             return
         request, found = matched.request, matched.found
-        self._prefill.add(request)
+        self.prefill.add(request)
         if not matched.is_loaded:
             found = Found(request.last_node, request.prefix_len // self.page_size, request.last_node, 0)
         self.cache.begin(rid, matched.key, found, priority=request.priority or 0)
@@ -451,8 +433,6 @@ class HiCacheTree(BasePrefixCache):
         """Store the remaining pages and end."""
         self._cleaner.close(0.0)
         self._close()
-
-    # Inside
 
     def _key(self, tokens: array[int], extra_key: str | None, cache_salt: str | None) -> RadixKey | None:
         """Return the key of a prompt; None if the tree cannot hold it."""

@@ -1,19 +1,25 @@
-"""What SGLang passes to its tree and reads from it, translated: ids of requests, traces, roots, and figures of L2."""
+"""What SGLang passes to its tree and reads from it, translated: keys of prompts, ids of requests, traces, roots, and
+figures of L2. Does not import SGLang."""
 
 from __future__ import annotations
 
-from typing import Any
-
-from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+from array import array
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ...cache.engine_cache import EngineCache, Prefix
+from ...errors import InvalidInput
+from ...keys import BIGRAM_BYTES, RadixKey
+
+if TYPE_CHECKING:
+    from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 
 
+@dataclass(eq=False)
 class HostFigures:
     """The figures of L2 that SGLang's metrics read, in tokens."""
 
-    def __init__(self, cache: EngineCache) -> None:
-        self._cache = cache
+    _cache: EngineCache
 
     @property
     def logical_size(self) -> int:
@@ -23,11 +29,11 @@ class HostFigures:
         return self._cache.host.allocator.free_pages * self._cache.page_size
 
 
+@dataclass(eq=False)
 class Roots:
     """The common parent of several roots, for `dfs_weight_order`."""
 
-    def __init__(self, roots: dict[int, Any]) -> None:
-        self.children = roots
+    children: dict[int, Any]
 
 
 def root_of(prefix: Prefix) -> Any:
@@ -51,4 +57,24 @@ def trace_of(request: Any) -> dict[str, str] | None:
 
 def rid_of(handle: CacheRequestHandle) -> str:
     """Return the id of an attempt: a retracted request begins again under its id."""
-    return handle.rid if not handle.attempt_id else f"{handle.rid}#{handle.attempt_id}"
+    return f"{handle.rid}#{handle.attempt_id}" if handle.attempt_id else handle.rid
+
+
+def prompt_key(
+    tokens: array[int], extra_key: str | None, cache_salt: str | None, *, page_size: int, bigram: bool, wide_ids: bool
+) -> RadixKey | None:
+    """Return the key of `tokens`; None if they are fewer than a page, or not token ids. Does not raise: such a prompt
+    is computed without the cache.
+
+    `bigram`: a position is a token and its successor. `wide_ids`: a position is one id of 64 bits, as SGLang names
+    images by ids of 62 bits; then `bigram` has no effect, so a draft model may accept less after a hit.
+    """
+    if len(tokens) < page_size:
+        return None
+    try:
+        if not wide_ids:
+            return RadixKey.of(tokens, extra_key=extra_key, cache_salt=cache_salt or None, bigram=bigram)
+        seed = RadixKey.of((0,), extra_key=extra_key, cache_salt=cache_salt or None).seed
+        return RadixKey(array("q", tokens).tobytes(), seed, BIGRAM_BYTES)
+    except InvalidInput:
+        return None

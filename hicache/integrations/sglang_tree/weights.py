@@ -37,8 +37,6 @@ logger = logging.getLogger(__name__)
 # of a device, and large enough for its bandwidth.
 _WORDS_MAX = 1 << 20
 _WORD_BYTES = 4
-# Pieces for whose sums there is room at first; the room doubles.
-_SUMS_MIN = 1024
 
 
 class WeightsWatch:
@@ -69,8 +67,7 @@ class WeightsWatch:
         shares = get_model().weight_cache_mode != "off" or offload.ple_offload_embedding
         return cls(
             lambda: [runner.model for _, runner in worker.weight_update_runners()],
-            lambda: (get_model().model_path, get_serving().weight_version),
-            readable=not moves and not shares,
+            lambda: (get_model().model_path, get_serving().weight_version), readable=not moves and not shares,
         )
 
     def changed(self) -> bool:
@@ -121,8 +118,7 @@ class _Sums:
         torch.get_device_module(device).synchronize()
         self._tables = tables.to(device)
         self._products = torch.empty_like(self._tables)
-        self._sums = torch.empty((_SUMS_MIN, 2), dtype=torch.int64, device=device)
-        self._count = 0
+        self._sums: list[torch.Tensor] = []
 
     def add(self, piece: torch.Tensor) -> None:
         """Add the two sums of a piece, 1-D uint8, whose last word is filled up with zeros."""
@@ -132,14 +128,11 @@ class _Sums:
         words = piece.view(torch.int32)
         products = self._products[:, : len(words)]
         torch.mul(words, self._tables[:, : len(words)], out=products)
-        if self._count == len(self._sums):
-            self._sums = torch.cat((self._sums, torch.empty_like(self._sums)))
-        torch.sum(products, -1, out=self._sums[self._count])
-        self._count += 1
+        self._sums.append(torch.sum(products, -1))
 
     def bytes(self) -> bytes:
         """Return all sums in order. Waits for the device."""
-        return self._sums[: self._count].cpu().numpy().tobytes()
+        return torch.stack(self._sums).cpu().numpy().tobytes()
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

@@ -6,12 +6,11 @@ handshake does not do: under MultiConnector all connectors get that of the first
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from pydantic import TypeAdapter
 
 from ...errors import ConfigError
 from ...shared_file import open_file
@@ -31,6 +30,9 @@ class WorkerLayout:
     memory: tuple[int, int]
 
 
+_FORM = TypeAdapter(WorkerLayout)
+
+
 def announce(engine: str, rank: int, layout: WorkerLayout) -> None:
     """Write the file of `rank`, or replace that of an ended engine with this name. Raises SharedMemoryError if the path
     holds a file of another user."""
@@ -40,8 +42,8 @@ def announce(engine: str, rank: int, layout: WorkerLayout) -> None:
         path.unlink()
     except FileNotFoundError:
         pass
-    with open(open_file(path, creates=True), "w") as file:
-        json.dump(dataclasses.asdict(layout), file)
+    with open(open_file(path, creates=True), "wb") as file:
+        file.write(_FORM.dump_json(layout))
 
 
 def announced(engine: str, ranks: int) -> WorkerLayout:
@@ -60,14 +62,12 @@ def announced(engine: str, ranks: int) -> WorkerLayout:
 
 def _take(path: Path) -> WorkerLayout | None:
     try:
-        with open(open_file(path)) as file:
-            entries = json.loads(file.read(_BYTES_MAX))
+        with open(open_file(path), "rb") as file:
+            layout = _FORM.validate_json(file.read(_BYTES_MAX))
         path.unlink()
     except FileNotFoundError:
         return None
-    sizes: Sequence[int] = entries["layer_bytes"]
-    device, inode = entries["memory"]
-    return WorkerLayout(entries["form"], tuple(sizes), entries["specs"], (device, inode))
+    return layout
 
 
 def _path(engine: str, rank: int) -> Path:

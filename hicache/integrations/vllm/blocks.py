@@ -102,13 +102,7 @@ def _stored(event: BlocksStored, hashes: list[Any], medium: str) -> BlockStored:
     return BlockStored(
         block_hashes=hashes,
         parent_block_hash=None if event.parent is None else maybe_convert_block_hash(BlockHash(event.parent)),
-        token_ids=np.frombuffer(event.tokens, "<u4").tolist(),
-        block_size=event.block_tokens,
-        lora_id=labels.lora_id,
-        medium=medium,
-        lora_name=labels.lora_name,
-        extra_keys=list(event.extra_keys),
-        group_idx=GROUP,
-        kv_cache_spec_kind=labels.spec_kind,
-        kv_cache_spec_sliding_window=labels.sliding_window,
+        token_ids=np.frombuffer(event.tokens, "<u4").tolist(), block_size=event.block_tokens, lora_id=labels.lora_id,
+        medium=medium, lora_name=labels.lora_name, extra_keys=list(event.extra_keys), group_idx=GROUP,
+        kv_cache_spec_kind=labels.spec_kind, kv_cache_spec_sliding_window=labels.sliding_window,
     )

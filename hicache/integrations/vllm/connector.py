@@ -62,7 +62,8 @@ class PageConnector(KVConnectorBase_V1, SupportsHMA):
         self._engine = VllmEngine.of(vllm_config, kv_cache_config)
         self._adapters = AdapterKeys()
         self._scheduler: _Scheduler | None = None
-        self._worker: _Worker | None = None
+        self._worker: WorkerSide | None = None
+        self._collected = Collected()
         if role == KVConnectorRole.SCHEDULER:
             warn_of_settings(vllm_config, kv_cache_config)
             found = announced(self._engine.name, self._engine.layout.ranks)
@@ -78,7 +79,10 @@ class PageConnector(KVConnectorBase_V1, SupportsHMA):
     # The worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        self._worker = _Worker(self._engine, kv_caches)
+        engine, rank = self._engine, get_tensor_model_parallel_rank()
+        pool = engine.open_pool(worker=True)
+        self._worker = WorkerSide(pool, engine.layout, rank, engine.layers(kv_caches), engine.config.transfer)
+        announce(engine.name, rank, engine.worker_layout(kv_caches, pool))
 
     def unregister_kv_caches(self) -> None:
         """Wait for all copies: vLLM (0.33 or later) unmaps its caches to sleep. It maps them at the same addresses when
@@ -111,13 +115,11 @@ class PageConnector(KVConnectorBase_V1, SupportsHMA):
         self._side.start_saves(self._step)
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        assert self._worker is not None
-        found = self._worker.collected = self._side.collect(self._step)
+        found = self._collected = self._side.collect(self._step)
         return KVConnectorTransferResults(found.released, found.received, found.failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        assert self._worker is not None
-        return self._worker.collected.invalid_blocks
+        return self._collected.invalid_blocks
 
     def build_connector_worker_meta(self) -> HiCacheReport | None:
         report = self._side.take_report()
@@ -146,11 +148,9 @@ class PageConnector(KVConnectorBase_V1, SupportsHMA):
 
     def build_connector_meta(self, scheduler_output: Any) -> HiCacheStep:
         blocks = scheduler_output.kv_connector_block_state
-        step = self._decisions.build_step(
-            scheduler_output,
-            lambda rid: found[0] if (found := blocks.get_block_ids(rid)) is not None else None,
-        )
-        return HiCacheStep(step)
+        return HiCacheStep(self._decisions.build_step(
+            scheduler_output, lambda rid: found[0] if (found := blocks.get_block_ids(rid)) is not None else None
+        ))
 
     def update_connector_output(self, connector_output: Any) -> None:
         reported = connector_output.kv_connector_worker_meta
@@ -180,22 +180,19 @@ class PageConnector(KVConnectorBase_V1, SupportsHMA):
     # Figures
 
     def get_kv_connector_stats(self) -> CopyStats | None:
-        if self._scheduler is None:
-            return None
-        return CopyStats.of(self._scheduler.decisions.take_copied(), self._engine.layout.shape.payload_bytes)
+        copied = None if self._scheduler is None else self._scheduler.decisions.take_copied()
+        return CopyStats(data=copied) if copied else None
 
     def shutdown(self) -> None:
         if self._worker is not None:
-            self._worker.side.close(_CLOSE_S)
+            self._worker.close(_CLOSE_S)
         if self._scheduler is not None:
             self._scheduler.close()
-
-    # Inside
 
     @property
     def _side(self) -> WorkerSide:
         assert self._worker is not None, "vLLM registers its KV caches before the first step"
-        return self._worker.side
+        return self._worker
 
     @property
     def _step(self) -> Step:
@@ -205,17 +202,6 @@ class PageConnector(KVConnectorBase_V1, SupportsHMA):
     def _decisions(self) -> SchedulerSide:
         assert self._scheduler is not None, "vLLM decides in the scheduler's process"
         return self._scheduler.decisions
-
-
-class _Worker:
-    """The parts of a connector in a worker."""
-
-    def __init__(self, engine: VllmEngine, caches: dict[str, torch.Tensor]) -> None:
-        pool = engine.open_pool(worker=True)
-        rank = get_tensor_model_parallel_rank()
-        self.side = WorkerSide(pool, engine.layout, rank, engine.layers(caches), engine.config.transfer)
-        announce(engine.name, rank, engine.worker_layout(caches, pool))
-        self.collected = Collected()
 
 
 class _Scheduler:

@@ -105,13 +105,9 @@ class VllmEngine:
             spec.block_size, config.page_size, sizes, vllm.parallel_config.tensor_parallel_size, cache.kv_tp_replicas
         )
         return cls(
-            config=config,
-            layout=layout,
-            layer_names=tuple(names),
-            blocks=cache.num_blocks,
+            config=config, layout=layout, layer_names=tuple(names), blocks=cache.num_blocks,
             layerwise=wants_layerwise(extra),
-            specs=hashlib.sha256(repr([layers.get(name, spec) for name in names]).encode()).hexdigest(),
-            vllm=vllm,
+            specs=hashlib.sha256(repr([layers.get(name, spec) for name in names]).encode()).hexdigest(), vllm=vllm,
             early_layers=len(early),
         )
 
@@ -157,14 +153,9 @@ class VllmEngine:
             f"weights={'dummy' if vllm.load_config.load_format == 'dummy' else 'loaded'}",
         ]
         return Namespace(
-            model=identity_of(vllm),
-            geometry=self.layout.shape,
-            tp_size=self.layout.ranks,
-            ranks_share_pages=True,
-            engine_layout=" ".join(terms),
-            quantisation=quantisation_of(vllm),
-            key_hash=f"vllm {algorithm} of {self.layout.block_tokens} tokens, seed {seed}",
-            label=str(model.model),
+            model=identity_of(vllm), geometry=self.layout.shape, tp_size=self.layout.ranks, ranks_share_pages=True,
+            engine_layout=" ".join(terms), quantisation=quantisation_of(vllm),
+            key_hash=f"vllm {algorithm} of {self.layout.block_tokens} tokens, seed {seed}", label=str(model.model),
         )
 
     def worker_layout(self, caches: Mapping[str, torch.Tensor], pool: SharedHostPool) -> WorkerLayout:
@@ -280,7 +271,6 @@ def _form(cache: torch.Tensor) -> str:
 
 
 def extra_of(vllm: VllmConfig) -> dict[str, Any]:
-    """Return the options of the connector."""
     return dict(vllm.kv_transfer_config.kv_connector_extra_config or {})
 
 

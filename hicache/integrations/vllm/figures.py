@@ -5,37 +5,20 @@ Tiers, storage and the rest are in HiCache's own metrics, which the section `met
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import Counter
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from .scheduler import Copied
-
 # Name and description, for each direction.
-_COUNTED = (
-    ("pages", "Pages copied"),
-    ("bytes", "Bytes copied"),
-    ("seconds", "Seconds of copies on the slowest rank"),
-)
+_COUNTED = (("pages", "Pages copied"), ("bytes", "Bytes copied"), ("seconds", "Seconds of copies on the slowest rank"))
 _DIRECTIONS = (("loaded", "from host memory to the device"), ("saved", "from the device to host memory"))
 
 
 @dataclass
 class CopyStats(KVConnectorStats):
     """Sums over copies, by name: `loaded_pages`, `loaded_bytes`, `loaded_seconds`, and the same for `saved`."""
-
-    @classmethod
-    def of(cls, copied: Iterable[Copied], page_bytes: int) -> CopyStats | None:
-        """Return the sums of `copied`, or None without copies."""
-        data: dict[str, Any] = {}
-        for copy in copied:
-            name = "loaded" if copy.load else "saved"
-            for unit, amount in (("pages", copy.pages), ("bytes", copy.pages * page_bytes), ("seconds", copy.seconds)):
-                data[f"{name}_{unit}"] = data.get(f"{name}_{unit}", 0) + amount
-        return cls(data=data) if data else None
 
     def reset(self) -> None:
         self.data.clear()

@@ -50,9 +50,15 @@ class Step:
 class Ended:
     """A job that has ended on `ranks` ranks: the longest copy in seconds, and whether one of them failed."""
 
-    ranks: int
-    seconds: float
-    failed: bool
+    ranks: int = 0
+    seconds: float = 0.0
+    failed: bool = False
+
+    def merge(self, other: Ended) -> None:
+        """Add the ends on other ranks."""
+        self.ranks += other.ranks
+        self.seconds = max(self.seconds, other.seconds)
+        self.failed |= other.failed
 
 
 @dataclass(slots=True)
@@ -65,13 +71,7 @@ class Report:
     def merge(self, other: Report) -> Report:
         """Return this report merged with that of another rank, or of a later step."""
         for job, ended in other.jobs.items():
-            mine = self.jobs.get(job)
-            if mine is None:
-                self.jobs[job] = ended
-            else:
-                mine.ranks += ended.ranks
-                mine.seconds = max(mine.seconds, ended.seconds)
-                mine.failed |= ended.failed
+            self.jobs.setdefault(job, Ended()).merge(ended)
         if other.forward is not None and (self.forward is None or other.forward[1] > self.forward[1]):
             self.forward = other.forward
         return self

@@ -44,7 +44,6 @@ class BlockLayout:
 
     @property
     def shape(self) -> PageShape:
-        """The shape of a page."""
         return PageShape(
             self.page_tokens,
             tuple(

@@ -20,10 +20,12 @@ offered are not evicted.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import uuid
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -38,6 +40,7 @@ from ...cache.host_cache import HostLoad, HostWrite
 from ...events import PageBlocks
 from ...keys import RadixKey
 from ...types import NO_PAGES, PageIds
+from ..options import hints_of
 from .forwards import Forward, ForwardTimes
 from .jobs import CopyJob, Ended, Report, Step
 from .layout import BlockLayout
@@ -61,6 +64,9 @@ class EngineRequest(Protocol):
     block_hashes: Sequence[bytes]
     skip_reading_prefix_cache: bool
     trace_headers: Mapping[str, str] | None
+    cache_salt: str | None
+    kv_hints: object
+    kv_transfer_params: Mapping[str, Any] | None
 
     @property
     def num_tokens(self) -> int:
@@ -99,17 +105,7 @@ class _Open:
 
     rid: str
     handle: HostLoad | HostWrite | None
-    pages: int
-    ended: Ended = field(default_factory=lambda: Ended(0, 0.0, False))
-
-
-@dataclass(frozen=True, slots=True)
-class Copied:
-    """Pages copied by a successful job, for vLLM's connector statistics."""
-
-    load: bool
-    pages: int
-    seconds: float
+    ended: Ended = field(default_factory=Ended)
 
 
 class SchedulerSide:
@@ -128,18 +124,18 @@ class SchedulerSide:
         self.on_device: Callable[[bytes], bool] = lambda _: False
         self._clock = cache.controller.clock
         self._times = ForwardTimes(cache.record_prefill)
-        self._layout = layout
+        self._layout, self._page_bytes = layout, layout.shape.payload_bytes
         self._layerwise = layerwise
         self._shares_blocks = shares_blocks
         self._blocks_of = blocks_of
         self._lock = threading.RLock()
         self._requests: dict[str, _Tracked] = {}
         self._jobs: dict[int, _Open] = {}
-        self._next_job = 0
+        self._numbers = itertools.count()
         self._loads: list[CopyJob] = []  # for the next step
         self._release: dict[str, set[int]] = {}  # ended requests and their saves in flight
         self._released: list[str] = []  # for the next step
-        self._copied: list[Copied] = []
+        self._copied: Counter[str] = Counter()
         self._called_s = self._clock()
         self._closing = threading.Event()
         self._idle = threading.Thread(target=self._poll_when_idle, name="hicache-idle", daemon=True)
@@ -155,6 +151,8 @@ class SchedulerSide:
                 tracked = self._requests[request.request_id] = _Tracked(request, adapter, self._clock())
                 self.cache.record_arrival(request.request_id, request.num_tokens)
                 self._begin(tracked)
+                if (hints := hints_of(request)) is not None:  # now the cache knows the trace of their spans
+                    self.cache.hint(hints, request.request_id, cache_salt=request.cache_salt)
 
     def match(self, request: EngineRequest, computed_tokens: int) -> int | None:
         """Return how many tokens after the first `computed_tokens`, which are whole blocks, can be loaded. None: call
@@ -193,12 +191,11 @@ class SchedulerSide:
             device = np.array(blocks[begin:end], np.int32)
             if load is None:  # evicted from L2 since the match
                 tracked.storage_pages = 0
-                self._loads.append(self._open(rid, None, CopyJob(self._next_job, rid, device, NO_PAGES, lost=True), 0))
+                self._loads.append(self._open(rid, None, device, NO_PAGES))
                 return
             tracked.storage_pages = load.storage_pages
             hosts = self._host_blocks(load.host_pages)[begin - start_page * per_page :][: end - begin]
-            job = CopyJob(self._next_job, rid, device, hosts)
-            self._loads.append(self._open(rid, load, job, end_page - start_page))
+            self._loads.append(self._open(rid, load, device, hosts))
 
     def loaded_from_storage(self, request: EngineRequest) -> int:
         """Return how many tokens of the last load came from storage for this request."""
@@ -237,7 +234,10 @@ class SchedulerSide:
             saving = {job.rid for job in self._jobs.values() if isinstance(job.handle, HostWrite)}
             orders.flush += saving & preempted
             for rid in preempted & self._requests.keys():
-                self._preempt(self._requests[rid])
+                victim = self._requests[rid]
+                victim.saves.clear()  # they belong to lost blocks
+                victim.waits = True
+                self.cache.record_arrival(rid, victim.request.num_tokens, again=True)
             orders.loads, self._loads = self._loads, []
             orders.release, self._released = self._released, []
             prompt_tokens = decoded_tokens = 0
@@ -252,7 +252,9 @@ class SchedulerSide:
                 else:  # with drafts, several tokens
                     decoded_tokens += tokens
                 if left_tokens > 1 or tracked.waits:
-                    self._progress(tracked, left_tokens - tokens)
+                    tracked.waits = False
+                    left_tokens -= tokens  # a last single one counts as decoding
+                    self.cache.record_progress(rid, left_tokens if left_tokens > 1 else 0)
                 self._save(tracked, request.num_computed_tokens + tokens, block_ids, orders)
             forward = Forward(prompt_tokens, decoded_tokens)
             if not (self._layerwise and orders.loads) and self._times.is_wanted(forward):
@@ -271,16 +273,14 @@ class SchedulerSide:
                 if job is None:
                     logger.warning("a worker reports the end of job %d, which is not in flight", number)
                     continue
-                job.ended.ranks += ended.ranks
-                job.ended.seconds = max(job.ended.seconds, ended.seconds)
-                job.ended.failed |= ended.failed
+                job.ended.merge(ended)
             self._end_jobs()
 
-    def take_copied(self) -> list[Copied]:
-        """Return the successful copies since the last call."""
+    def take_copied(self) -> dict[str, Any]:
+        """Return the sums of the successful copies since the last call, as in `CopyStats`; empty without any."""
         with self._lock:
-            copied, self._copied = self._copied, []
-        return copied
+            copied, self._copied = self._copied, Counter()
+        return dict(copied)
 
     # The engine
 
@@ -299,8 +299,6 @@ class SchedulerSide:
         self._idle.join()
         with self._lock:
             self.cache.close()
-
-    # Inside
 
     @contextmanager
     def _called(self) -> Iterator[None]:
@@ -337,17 +335,6 @@ class SchedulerSide:
             if self.cache.prefetch(request.request_id, key, device_pages=there, trace=request.trace_headers):
                 self._describe(request, key, 0)
         return True
-
-    def _preempt(self, tracked: _Tracked) -> None:
-        """Note that a request has lost its blocks, and waits again before all others."""
-        tracked.saves.clear()  # they belong to lost blocks
-        tracked.waits = True
-        self.cache.record_arrival(tracked.request.request_id, tracked.request.num_tokens, again=True)
-
-    def _progress(self, tracked: _Tracked, left_tokens: int) -> None:
-        """Note how many tokens of a prompt will be left after this step; a last single one counts as decoding."""
-        tracked.waits = False
-        self.cache.record_progress(tracked.request.request_id, left_tokens if left_tokens > 1 else 0)
 
     def _prompt_pages(self, request: EngineRequest) -> int:
         """Return how many pages may be loaded: the last token must be computed for its logits."""
@@ -387,13 +374,14 @@ class SchedulerSide:
         self._describe(request, key, write.start_page)
         hosts = self._host_blocks(write.host_pages)
         begin = write.start_page * self._layout.blocks_per_page
-        job = CopyJob(self._next_job, request.request_id, np.array(blocks[begin : begin + len(hosts)], np.int32), hosts)
-        orders.saves.append(self._open(request.request_id, write, job, len(write.host_pages)))
-        tracked.saves.add(job.id)
+        device = np.array(blocks[begin : begin + len(hosts)], np.int32)
+        orders.saves.append(self._open(request.request_id, write, device, hosts))
+        tracked.saves.add(orders.saves[-1].id)
 
-    def _open(self, rid: str, handle: HostLoad | HostWrite | None, job: CopyJob, pages: int) -> CopyJob:
-        self._jobs[job.id] = _Open(rid, handle, pages)
-        self._next_job += 1
+    def _open(self, rid: str, handle: HostLoad | HostWrite | None, device: PageIds, hosts: PageIds) -> CopyJob:
+        """Return a new job; a lost load without a `handle`."""
+        job = CopyJob(next(self._numbers), rid, device, hosts, lost=handle is None)
+        self._jobs[job.id] = _Open(rid, handle)
         return job
 
     def _end_jobs(self) -> None:
@@ -428,7 +416,10 @@ class SchedulerSide:
             if not saves:
                 self._release.pop(job.rid, None)
         if job.handle is not None and not job.ended.failed:
-            self._copied.append(Copied(isinstance(job.handle, HostLoad), job.pages, job.ended.seconds))
+            name, copied = "loaded" if isinstance(job.handle, HostLoad) else "saved", self._copied
+            copied[f"{name}_pages"] += (pages := len(job.handle.host_pages))
+            copied[f"{name}_bytes"] += pages * self._page_bytes
+            copied[f"{name}_seconds"] += job.ended.seconds  # type: ignore[assignment]  # a Counter adds any number
 
     def _host_blocks(self, pages: PageIds) -> PageIds:
         """Return the host blocks of host pages, in order, int32."""

@@ -18,7 +18,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -85,7 +85,6 @@ class WorkerSide:
         blocks = EngineBlocks(layers)
         first, pieces = layout.window(rank)
         self.pool = pool
-        self._layout = layout
         self._saves_here = layout.saves(rank)
         window = HostWindow(pool, first, pieces, layout.blocks_per_page)
         self._copies: CopyEngine = create_copy_engine(blocks, window, transfer)
@@ -117,7 +116,7 @@ class WorkerSide:
     def start_loads(self, step: Step) -> None:
         """Start the loads of a step. Does not block."""
         for job in step.loads:
-            transfer = None if job.lost else self._submit(self._copies.load, job.host_blocks, job.blocks)
+            transfer = None if job.lost else self._copies.load(job.host_blocks, job.blocks, after=self._fence())
             self._loads[job.id] = _Copy(job, transfer, step.layerwise)
 
     def wait_layer(self, layer: int) -> None:
@@ -137,7 +136,8 @@ class WorkerSide:
         """End the measured forward and start the saves of a step. Does not block."""
         self._timer.end()
         for job in step.saves:
-            transfer = self._submit(self._copies.backup, job.blocks, job.host_blocks) if self._saves_here else None
+            saves = self._saves_here
+            transfer = self._copies.backup(job.blocks, job.host_blocks, after=self._fence()) if saves else None
             self._saves[job.id] = _Copy(job, transfer)
 
     def collect(self, step: Step) -> Collected:
@@ -173,8 +173,6 @@ class WorkerSide:
         """End the copies; return False if one is still running after `timeout_s`."""
         return self._copies.close(timeout_s)
 
-    # Inside
-
     def _take_ended(self, copies: dict[int, _Copy]) -> Iterable[_Copy]:
         for number in [number for number, copy in copies.items() if copy.done]:
             copy = copies.pop(number)
@@ -182,9 +180,6 @@ class WorkerSide:
             if copy.transfer is not None and copy.transfer.error is not None:
                 logger.warning("a copy of %d blocks failed: %s", len(copy.job.blocks), copy.transfer.error)
             yield copy
-
-    def _submit(self, copy: Callable[..., Transfer], source: object, target: object) -> Transfer:
-        return copy(source, target, after=self._fence())
 
     def _fence(self) -> Fence | None:
         """Return a point after all work on the current stream; None on the CPU, where the forward has already ended."""

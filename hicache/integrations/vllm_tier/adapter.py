@@ -39,7 +39,7 @@ from ...config import HiCacheConfig
 from ...errors import ConfigError
 from ...geometry import DTYPE_BYTES
 from ...keys import Namespace
-from ..options import engine_config, model_identity
+from ..options import engine_config, hints_of, model_identity
 from .identity import ChunkGroup, ChunkLayout, chunk_keys
 from .tier import ChunkTier
 
@@ -57,7 +57,8 @@ _WHERE = "secondary_tiers of kv_connector_extra_config"
 
 
 class HiCacheTier(SecondaryTierManager):
-    """See the module's docstring. Options of its entry in `secondary_tiers`:
+    """See the module's docstring, and vLLM's SecondaryTierManager for each method. Options of its entry in
+    `secondary_tiers`:
 
     `config` is the file of HiCache's configuration, or from HiCacheConnector the configuration; the sections storage,
     storage_format, integrity, transfer, prefetch and metrics are used. `model` is a name of the weights instead of the
@@ -71,15 +72,9 @@ class HiCacheTier(SecondaryTierManager):
     medium: ClassVar[Medium] = Medium.STORAGE
 
     def __init__(  # noqa: PLR0917 - vLLM's arguments, and the options
-        self,
-        offloading_spec: OffloadingSpec,
-        primary_kv_view: memoryview,
-        tier_type: str,
-        backpressure_detector: BackpressureDetector | None = None,
-        config: str | HiCacheConfig | None = None,
-        model: str | None = None,
-        in_place: bool = False,
-        locality: str | None = None,
+        self, offloading_spec: OffloadingSpec, primary_kv_view: memoryview, tier_type: str,
+        backpressure_detector: BackpressureDetector | None = None, config: str | HiCacheConfig | None = None,
+        model: str | None = None, in_place: bool = False, locality: str | None = None,
     ) -> None:
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         self.locality = None if locality is None else Locality(locality)
@@ -94,10 +89,7 @@ class HiCacheTier(SecondaryTierManager):
         opener = StorageOpener(options, element_bytes=DTYPE_BYTES.get(layout.dtype))
 
         def open_namespace(namespace: Namespace) -> Storage:
-            codec = opener.codec(
-                namespace.digest, layout.chunk_bytes, weights_epoch=namespace.weights_epoch, label=namespace.name
-            )
-            storage = opener.open(codec)
+            storage = opener.open_namespace(namespace)
             if self._announces:
                 storage.watch_evictions(self._evicted.put)
             return storage
@@ -109,6 +101,7 @@ class HiCacheTier(SecondaryTierManager):
         self._events: list[OffloadingEvent] = []
         self._evicted: queue.SimpleQueue[Iterable[bytes]] = queue.SimpleQueue()
         self._stores: set[int] = set()  # in flight, to be announced
+        self._has_refused_hints = False
         self._chunks = 0  # passed to `submit_store`, until the groups are compared
         self._groups_without = {} if layout.chunk_blocks == 1 else {one.number: one.layers for one in layout.groups}
         namespace = layout.namespace(identity, name).labelled(options.model_label)
@@ -118,7 +111,6 @@ class HiCacheTier(SecondaryTierManager):
         )
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """See vLLM's SecondaryTierManager."""
         found = self._tier.lookup(key, req_context.req_id)
         if found is None:
             return LookupResult.RETRY
@@ -127,7 +119,6 @@ class HiCacheTier(SecondaryTierManager):
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """See vLLM's SecondaryTierManager."""
         if self._groups_without:
             self._compare_groups(job_metadata)
         if self._announces:
@@ -135,11 +126,9 @@ class HiCacheTier(SecondaryTierManager):
         self._tier.store(job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids.tolist())
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        """See vLLM's SecondaryTierManager."""
         self._tier.load(job_metadata.job_id, list(job_metadata.keys), job_metadata.chunk_ids.tolist())
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
-        """See vLLM's SecondaryTierManager."""
         found = self._tier.ended()
         for ended in found:
             if ended.number in self._stores:
@@ -147,10 +136,8 @@ class HiCacheTier(SecondaryTierManager):
                 self._announce([OffloadKey(name) for name in ended.moved])
         return [
             JobResult(
-                job_id=ended.number,
-                success=ended.is_complete,
-                successful_keys=[OffloadKey(name) for name in ended.moved],
-                transfer_time=ended.seconds,
+                job_id=ended.number, success=ended.is_complete,
+                successful_keys=[OffloadKey(name) for name in ended.moved], transfer_time=ended.seconds,
                 transfer_bytes=len(ended.moved) * self.block_size_bytes,
             )
             for ended in found
@@ -166,14 +153,18 @@ class HiCacheTier(SecondaryTierManager):
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
         """See vLLM's SecondaryTierManager: chunks are stored when they are computed."""
+        if not self._has_refused_hints and hints_of(req_context) is not None:
+            self._has_refused_hints = True
+            logger.warning(
+                "vllm tier: hints are not carried out, because vLLM itself evicts from its host memory; models with "
+                "full attention have them with HiCacheConnector"
+            )
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """See vLLM's SecondaryTierManager."""
         self._tier.forget(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
-        """See vLLM's SecondaryTierManager."""
         self._tier.step()
 
     def drain_jobs(self) -> None:
@@ -226,21 +217,13 @@ def chunk_layout(spec: OffloadingSpec, chunk_bytes: int) -> ChunkLayout:
     if platform == "cpu":  # its kernels pack K for the instruction set
         platform += f":{torch.backends.cpu.get_cpu_capability()}"
     return ChunkLayout(
-        engine=f"vllm/{vllm_version}/{platform}",
-        dtype=config.model.dtype,
-        kv_layout=str(config.kv_cache_layout),
+        engine=f"vllm/{vllm_version}/{platform}", dtype=config.model.dtype, kv_layout=str(config.kv_cache_layout),
         groups=tuple(
             ChunkGroup(group.group_id, group.tokens_per_block, tuple(group.layer_names)) for group in config.groups
         ),
-        chunk_bytes=chunk_bytes,
-        chunk_blocks=config.cache.blocks_per_chunk,
-        hash_tokens=config.cache.tokens_per_hash,
-        is_canonical=config.canonical_layout,
-        is_replicated=config.replicated_layout,
-        tp_size=parallel.tp_size,
-        pp_size=parallel.pp_size,
-        cp_size=parallel.pcp_size,
-        dcp_size=parallel.dcp_size,
+        chunk_bytes=chunk_bytes, chunk_blocks=config.cache.blocks_per_chunk, hash_tokens=config.cache.tokens_per_hash,
+        is_canonical=config.canonical_layout, is_replicated=config.replicated_layout, tp_size=parallel.tp_size,
+        pp_size=parallel.pp_size, cp_size=parallel.pcp_size, dcp_size=parallel.dcp_size,
     )
 
 

@@ -67,14 +67,9 @@ class ChunkLayout:
         terms = [self.chunk_blocks, self.hash_tokens, self.is_canonical, self.is_replicated, groups]
         digest = hashlib.sha256(json.dumps(terms).encode()).hexdigest()
         return Namespace(
-            model=model,
-            geometry=PageShape(self.chunk_tokens, (Piece("chunk", self.chunk_bytes),)),
-            tp_size=self.tp_size,
-            pp_size=self.pp_size,
-            cp_size=self.cp_size,
-            dcp_size=self.dcp_size,
-            engine_layout=f"{self.engine}/chunks/{self.kv_layout}/{self.dtype}/{digest}",
-            key_hash=KEY_HASH,
+            model=model, geometry=PageShape(self.chunk_tokens, (Piece("chunk", self.chunk_bytes),)),
+            tp_size=self.tp_size, pp_size=self.pp_size, cp_size=self.cp_size, dcp_size=self.dcp_size,
+            engine_layout=f"{self.engine}/chunks/{self.kv_layout}/{self.dtype}/{digest}", key_hash=KEY_HASH,
             label=label,
         )
 

@@ -86,7 +86,6 @@ class LookupTable:
                 question.found = found
 
     def forget(self, request: str) -> None:
-        """Release a finished request."""
         for name in self._of_request.pop(request, ()):
             question = self._questions[name]
             question.requests.discard(request)

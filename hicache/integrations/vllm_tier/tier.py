@@ -79,16 +79,8 @@ class ChunkTier:
     """
 
     def __init__(
-        self,
-        config: HiCacheConfig,
-        namespace: Namespace,
-        memory: memoryview,
-        open_namespace: OpenNamespace,
-        key_of: Callable[[bytes], bytes],
-        *,
-        in_place: bool = False,
-        processes: int = 1,
-        clock: Clock = SYSTEM_CLOCK,
+        self, config: HiCacheConfig, namespace: Namespace, memory: memoryview, open_namespace: OpenNamespace,
+        key_of: Callable[[bytes], bytes], *, in_place: bool = False, processes: int = 1, clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         transfer = config.transfer
         self._config, self._namespace, self._open_namespace = config, namespace, open_namespace
@@ -188,7 +180,6 @@ class ChunkTier:
                 pool.supervise()
 
     def forget(self, request: str) -> None:
-        """Release a finished request."""
         self._lookups.forget(request)
 
     def _take_finished(self) -> None:
@@ -295,7 +286,6 @@ class ChunkTier:
             batch.answers += found
 
     def _read(self, job: TierJob, beat: _Beat) -> None:
-        """Read in batches."""
         backend = job.store.backend
         for part in self._parts(job, beat):
             keys, pages = [job.keys[position] for position in part], self._pages(job, part)

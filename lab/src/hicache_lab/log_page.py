@@ -206,6 +206,7 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "vllm tier: storage hangs": "Look at the store.",
         "vllm tier: the reset": "With `in_place`, calls still write to vLLM's memory. Look at the store.",
         "vllm tier: a call": "While the engine ends.",
+        "vllm tier: hints": "As the line says, once.",
         "vllm tier: none": "As the line says; `blocks_per_chunk` is 1 then.",
         "HiCache stores pages": "Storage is open.",
         "HiCache removed": "SGLang cleared its storage.",

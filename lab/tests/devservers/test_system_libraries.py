@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends import system_libraries
-from hicache.backends.system_libraries import library_path, preload
+from hicache.backends.mooncake import client as system_libraries
+from hicache.backends.mooncake.client import preload
 from hicache.errors import ConfigError, MissingPackage
 from hicache_lab.devservers.install_libraries import unpack, unpack_programs
+from hicache_lab.devservers.mooncake import library_path
 from hicache_lab.devservers.packages import prometheus_program
 
 # Everything here is linked to the C library, so the system has it; nobody has the other one.

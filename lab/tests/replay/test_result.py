@@ -75,8 +75,9 @@ def example(**changes: object) -> ReplayResult:
 
 
 def test_the_names_in_json_are_those_of_the_fields_and_carry_units() -> None:
-    written = json.loads(example().to_json())
+    written = json.loads(example(hints={"kv.release": {"accepted": 3}}).to_json())
     assert list(written) == [field.name for field in fields(ReplayResult)]
+    assert list(json.loads(example().to_json())) == [*written][:-1], "without hints"
     assert written["wrong_bytes"] == 0
     assert written["scheduler"]["request_cpu"]["p99_us"] == pytest.approx(900, rel=0.03)
 

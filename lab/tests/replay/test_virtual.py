@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from hicache.config import HiCacheConfig, HostConfig, load_config
-from hicache.config.ready import ready_file
+from hicache.config.ready import ready_files
 from hicache.errors import CapacityError, ConfigError, InvariantError
 from hicache_lab.replay.job import ReplayJob
 from hicache_lab.replay.processes import start_engines
@@ -295,7 +295,7 @@ def test_what_cannot_run_without_bytes_is_refused_with_the_change_to_make(tmp_pa
 
     checked = small_config(integrity__verify="load")
     assert "remove them" in refused(checked)
-    assert "use one store" in refused(load_config(ready_file("file-over-shared-files"), environ={}))
+    assert "use one store" in refused(load_config(ready_files()["file-over-shared-files"], environ={}))
     assert "host.size: this machine is not the one that serves; write a size" in refused(
         HiCacheConfig(page_size=checked.page_size, device=checked.device, host=HostConfig(size="50%"))
     )

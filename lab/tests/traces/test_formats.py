@@ -136,3 +136,61 @@ def test_ids_are_the_same_in_each_process(tmp_path: Path) -> None:
         env={"PYTHONPATH": ":".join(filter(None, sys.path)), "PYTHONHASHSEED": "5"},
     )
     assert done.stdout.split() == [str(block) for block in request.hash_ids]
+
+
+# Mooncake with sessions
+
+FIRST: dict[str, Any] = {
+    "session_id": "a", "timestamp": 1000, "input_length": 512, "output_length": 50, "hash_ids": [1],
+}
+SECOND: dict[str, Any] = {
+    "session_id": "a", "delay": 30000, "input_length": 600, "output_length": 8, "hash_ids": [1, 2],
+}
+
+
+def test_a_turn_begins_its_delay_after_the_end_of_the_turn_before(tmp_path: Path) -> None:
+    other = {**FIRST, "session_id": "b", "timestamp": 5000, "hash_ids": [9]}
+    single = {**MOONCAKE, "timestamp": 40000, "input_length": 600}
+    requests = read(tmp_path, FIRST, SECOND, {**SECOND, "delay": None}, other, single)
+    # 50 tokens take a second, 8 tokens 160 ms.
+    assert [(one.timestamp_ms, one.session) for one in requests] == [
+        (1000, 0), (5000, 1), (32000, 0), (32160, 0), (40000, None),
+    ]
+    assert [one.index for one in requests] == [0, 1, 2, 3, 4]
+    assert requests[2].hash_ids == (1, 2)
+    assert trace_format(tmp_path / "trace.jsonl") is TraceFormat.SESSIONS
+    assert list(read_trace(tmp_path / "trace.jsonl", 2)) == requests[:2]
+
+
+def test_a_recorded_time_has_precedence_over_a_delay(tmp_path: Path) -> None:
+    assert read(tmp_path, FIRST, {**SECOND, "timestamp": 2500})[1].timestamp_ms == 2500
+
+
+def test_other_names_of_the_fields_of_sessions_are_read(tmp_path: Path) -> None:
+    names = {"timestamp": "created_time", "delay": "delay_ms", "input_length": "input_tokens",
+             "output_length": "output_tokens"}
+    lines = [{names.get(name, name): value for name, value in line.items()} for line in (FIRST, SECOND)]
+    assert read(tmp_path, *lines) == read(tmp_path, FIRST, SECOND)
+
+
+def test_a_trace_of_sessions_is_written_with_times_and_numbers_of_sessions(tmp_path: Path) -> None:
+    requests = read(tmp_path, FIRST, SECOND)
+    write_trace(tmp_path / "written.jsonl", requests)
+    assert list(read_trace(tmp_path / "written.jsonl")) == requests
+    assert trace_format(tmp_path / "written.jsonl") is TraceFormat.MOONCAKE
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"session_id": "b"}, "timestamp is missing"), ({"session_id": ["a"]}, "session_id must be text"),
+        ({"delay": -1}, "delay must be milliseconds from 0"), ({"delay": "1"}, "delay"),
+        ({"context_mode": "deltas_without_responses"}, "only whole prompts can be read"),
+        ({"hash_ids": [1]}, "hash_ids has 1 blocks, but input_length 600 makes 2 of 512 tokens"),
+    ],
+)
+def test_an_invalid_value_of_a_session_is_named_with_line_and_field(
+    tmp_path: Path, change: dict[str, Any], said: str
+) -> None:
+    text = refused(tmp_path, FIRST, {**SECOND, **change})
+    assert "trace.jsonl, line 2: " in text and said in text

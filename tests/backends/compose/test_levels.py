@@ -10,7 +10,7 @@ import pytest
 
 from hicache.backends.base import GetOutcome, SetOutcome, Usage
 from hicache.backends.compose import Levels
-from hicache.backends.compose.interleave import LOOKUPS_MAX
+from hicache.backends.compose.levels import LOOKUPS_MAX
 from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.frame import FrameHeader
 from hicache_lab.clocks import ManualClock

@@ -15,8 +15,7 @@ from hicache.backends.base import Direction, GetOutcome
 from hicache.backends.calls import Call, CallResult
 from hicache.backends.compose import Levels, Part
 from hicache.backends.guard import BOUNDS_S, Override, Verb
-from hicache.backends.guard.admission import AdmissionControl
-from hicache.backends.guard.budget import BURST_CALLS, BURST_PAGES, DamageWatch, RetryBudget
+from hicache.backends.guard.admission import BURST_CALLS, BURST_PAGES, AdmissionControl, DamageWatch, RetryBudget
 from hicache.backends.registry import BackendSpec, open_spec
 from hicache.backends.store import Store
 from hicache.cache import HiRadixCache, create_cache

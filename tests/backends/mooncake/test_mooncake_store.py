@@ -216,11 +216,11 @@ def test_after_a_slow_failure_frames_are_copied_until_pages_have_moved(master: M
             ([0], False), ([-901], True),
         ):
             with contextlib.suppress(StoreError):
-                session.moved(result)
+                session.noted(result)
             assert session.paths.slow is is_slow, result
         assert session.ask(lambda: [1], soon()) == [1]
         assert session.paths.slow  # an answer of the master proves nothing about the owners of pages
-        session.moved([0])
+        session.noted([0])
         assert session.ask(lambda: [-901], soon()) == [-901]
         assert session.paths.slow
 

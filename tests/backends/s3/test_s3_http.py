@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from hicache.backends.errors import ErrorKind, StoreError, kind_of_exception
 from hicache.backends.http import Connection, Head, parse_head
-from hicache.backends.refreshed import Refreshed
+from hicache.backends.rotated import Refreshed
 from hicache.backends.s3.replies import failed_reply
 from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import soon
@@ -219,7 +219,7 @@ def test_a_real_server_accepts_the_documented_lifecycle_rule(
 
 def test_the_documentation_names_every_error_kind_of_the_package(repository: Path) -> None:
     backends = repository / "hicache/backends"
-    files = [*(backends / "s3").glob("*.py"), backends / "http.py", backends / "refreshed.py"]
+    files = [*(backends / "s3").glob("*.py"), backends / "http.py", backends / "rotated.py"]
     source = "".join(path.read_text() for path in files)
     used = {ErrorKind[name].value for name in re.findall(r"\bErrorKind\.([A-Z_]+)", source)} - {"internal"}
     page = (repository / "docs/backends/s3.md").read_text()

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from hicache.backends.errors import ErrorKind, StoreError
 from hicache.backends.prefix import EXACT_KEYS_MAX, stored_prefix
+from hicache.backends.s3.client import Throttle
 from hicache.backends.s3.driver import object_name
-from hicache.backends.s3.throttle import Throttle
 from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import GET_ERROR, HIT, Subject, load, make_keys, soon, store_chain
 from tests.backends.s3.bucket import errors, name, open_on
@@ -119,7 +119,7 @@ def ended(throttle: Throttle, kind: str | None) -> int:
     with contextlib.suppress(StoreError), throttle.turn(soon()):
         if kind is not None:
             raise StoreError(kind)
-    return throttle.limit
+    return int(throttle._limit)
 
 
 def test_slow_down_halves_the_limit_and_answers_raise_it_again() -> None:

@@ -217,7 +217,7 @@ def test_requests_go_to_the_endpoint_of_the_options_or_of_boto3(
 
 
 def test_nothing_shows_a_secret(bucket: Bucket, unique_prefix: str) -> None:
-    from hicache.backends.s3.signer import Credentials  # noqa: PLC0415 - for this line only
+    from hicache.backends.s3.access import Credentials  # noqa: PLC0415 - for this line only
 
     assert "a-secret-key" not in repr(Credentials("id", "a-secret-key", "a-secret-key"))
     store = open_s3(bucket, unique_prefix)

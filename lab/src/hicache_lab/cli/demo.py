@@ -24,26 +24,27 @@ from rich.console import Console
 from tokenizers import Tokenizer
 
 from hicache.cache import CacheStatistics
-from hicache.cli.arguments import PATH, Number
+from hicache.cli.arguments import PATH
 from hicache.cli.config import parse_settings
 from hicache.cli.interrupts import interrupted_by_signals
 from hicache.cli.log_options import LOG_OPTIONS, log_options, start_log
 from hicache.cli.stores import print_json
 from hicache.config import HiCacheConfig, load_config, read_tree
-from hicache.config.logging import LoggingConfig
-from hicache.config.ready import ready_file
+from hicache.config.publishing import LoggingConfig
+from hicache.config.ready import ready_files
 from hicache.errors import ConfigError, HiCacheError
 from hicache.metrics import serve_configured
 
 from ..devservers import KINDS, make_service
 from ..engine import BUNDLED_MODEL, Checkpoint, Engine, Sampling, create_engine, load_checkpoint, load_tokenizer
+from .arguments import Number
 from .demo_report import LiveTable, differences, gain_line, gains, tier_table, time_table
 from .demo_run import Answer, Pair, Runner
 from .demo_workload import DemoRequest, Workload
 from .reports import OutputConsole
 
 STORAGES = ("file", *KINDS, "file+s3")
-DEMO_CONFIG = ready_file("demo")
+DEMO_CONFIG = ready_files()["demo"]
 RESTART_TIMEOUT_S = 600
 CONVERSATIONS = 3
 DOCUMENT_TOKENS = 1200

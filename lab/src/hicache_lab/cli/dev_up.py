@@ -9,11 +9,11 @@ from pathlib import Path
 import click
 import yaml
 
-from hicache.cli.arguments import DIRECTORY
 from hicache.cli.interrupts import interrupted_by_signals, no_more_interrupts
 from hicache.errors import BackendUnavailable
 
 from ..devservers import KINDS, DevService, make_service
+from .arguments import DIRECTORY
 
 # The interval between checks whether the server still runs.
 _LOOK_S = 0.5

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from hicache.cli.arguments import FILE, SIZE, Number, Quantity, is_dash, read_dash
+from hicache.cli.arguments import FILE, SIZE, Quantity, is_dash, read_dash
 from hicache.cli.main import Failure
 from hicache.cli.model_shapes import PRESETS, ModelShape, model_shape
 from hicache.cli.progress import StepProgress, followed
@@ -23,6 +23,7 @@ from ..plan.result import PRICES
 from ..traces.request import TraceRequest
 from ..traces.routing import Routing
 from ..traces.trace import REQUESTS_MAX, line_count, read_trace
+from .arguments import Number
 from .plan_view import print_plan
 from .reports import REPORT_NAMES, check_reports, output_console, print_written, report_options, write_reports
 from .speed_options import NAMES as SPEED_NAMES

@@ -14,7 +14,7 @@ from typing import Any
 import click
 from rich.console import Console
 
-from hicache.cli.arguments import DIRECTORY, DURATION, FILE, SEED_MAX, Number, read_dash
+from hicache.cli.arguments import DURATION, FILE, read_dash
 from hicache.cli.config import parse_settings
 from hicache.cli.interrupts import noted_signals
 from hicache.cli.log_options import LOG_OPTIONS, log_options, start_log
@@ -22,23 +22,25 @@ from hicache.cli.main import FOUND_EXIT_CODE, Failure, needs_of, output_failures
 from hicache.cli.model_shapes import PRESETS
 from hicache.cli.progress import followed
 from hicache.config import HiCacheConfig, entry_of_variable, load_config
-from hicache.config.logging import LoggingConfig
-from hicache.config.ready import ready_file
+from hicache.config.publishing import LoggingConfig
+from hicache.config.ready import ready_files
 from hicache.config.section import TOKENS_MAX
 
+from ..replay.hints import HintErrors
 from ..replay.job import SYNTHETIC_REQUESTS, ReplayJob
 from ..replay.report import html_report
 from ..replay.result import ReplayResult, samples_csv
 from ..speeds import Speeds
 from ..traces.routing import Routing
 from ..traces.trace import REQUESTS_MAX, line_count
+from .arguments import DIRECTORY, SEED_MAX, Number
 from .replay_diff import diff
 from .replay_view import print_summary, progress_of
 from .reports import REPORT_NAMES, check_reports, output_console, print_written, report_options, write_reports
 from .speed_options import NAMES as SPEED_NAMES
 from .speed_options import option_group, speed_options, speeds_of
 
-REPLAY_CONFIG = ready_file("replay")
+REPLAY_CONFIG = ready_files()["replay"]
 # The default speed of computing: fast enough for 2,000 real requests in two minutes, slow enough that copies and a
 # local disk keep up.
 PREFILL_TOKENS_PER_S = 250_000
@@ -49,7 +51,27 @@ QUEUE_MAX = 1 << 20
 # With one of these settings the user chooses the storage.
 _STORE_ENTRIES = frozenset({"storage", "storage.type", "storage.options.path"})
 
-_MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {preset.description}" for name, preset in PRESETS.items())
+_DESCRIPTIONS = {
+    "tiny": "no real model: so little KV that a laptop replays real traces",
+    "qwen2.5-7b": "Qwen2.5-7B: 28 layers, 4 KV heads of 128",
+    "llama-3.1-8b": "Llama-3.1-8B: 32 layers, 8 KV heads of 128",
+    "llama-3.1-70b-tp8": "Llama-3.1-70B on 8 ranks: 80 layers, 1 of 8 KV heads of 128",
+    "llama-3.1-70b": "Llama-3.1-70B: 80 layers, 8 KV heads of 128",
+    "qwen3-8b": "Qwen3-8B: 36 layers, 8 KV heads of 128",
+    "qwen3-32b": "Qwen3-32B: 64 layers, 8 KV heads of 128",
+    "gpt-oss-20b": "gpt-oss-20b: 24 layers, 8 KV heads of 64",
+    "gpt-oss-120b": "gpt-oss-120b: 36 layers, 8 KV heads of 64",
+    "deepseek-v3": "DeepSeek-V3 (MLA): 61 layers, a latent of 512 and 64 rotary dims",
+}
+_MODELS = "\n\n\b\nModels:\n" + "\n".join(f"  {name:18} {_DESCRIPTIONS[name]}" for name in PRESETS)
+
+
+def _hint_errors(_context: click.Context, _option: click.Parameter, value: str | None) -> HintErrors | None:
+    try:
+        return None if value is None else HintErrors.parse(value)
+    except ValueError as error:
+        raise click.BadParameter(str(error)) from None
+
 
 _ENGINE_OPTIONS = (
     click.option("--speed-up", type=Number(SPEED_UP_MIN, SPEED_UP_MAX), metavar="X",
@@ -62,6 +84,8 @@ _ENGINE_OPTIONS = (
                  help="Requests that run at once."),
     click.option("--waiting-max", type=click.IntRange(1, QUEUE_MAX), default=8, show_default=True,
                  help="Requests in the queue, whose pages are prefetched."),
+    click.option("--hints", metavar="ERRORS", callback=_hint_errors,
+                 help="Sessions say when they return, with these errors: exact, error=3, noise or missing=0.5."),
 )
 
 

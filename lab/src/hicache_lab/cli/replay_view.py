@@ -14,7 +14,7 @@ from hicache.errors import InvalidInput
 from hicache.units import counted, format_share, format_size
 
 from ..replay.job import ReplayJob
-from ..replay.report import REASONS, WAY_NAMES, flattened_drops, ideal_rows
+from ..replay.report import REASONS, WAY_NAMES, flattened_drops, hint_rows, ideal_rows
 from ..replay.result import ReplayResult, Sample
 from ..replay.timing import SchedulerTimes
 from ..tier_names import TIER_NAMES
@@ -60,6 +60,8 @@ def print_summary(console: Console, result: ReplayResult) -> None:
     _print_table(console, "bytes moved", ("way", "bytes>"), moved)
     if drops:
         _print_table(console, "work refused, skipped or failed", ("what", "count>"), drops)
+    if result.hints is not None:
+        _print_table(console, f"hints, {result.setup.hints}", ("action", "outcome", "count>"), hint_rows(result))
     if result.scheduler is not None:
         _print_table(console, "cost of the cache on the scheduler's thread, in ms", costs, _time_rows(result.scheduler))
 

@@ -8,9 +8,10 @@ from typing import Any, TypeVar
 
 import click
 
-from hicache.cli.arguments import FILE, Number, Quantity
+from hicache.cli.arguments import FILE, Quantity
 
 from ..speeds import ComputeSpeed, Speeds, StorageSpeed, bandwidth, measured_storage, storage_speed
+from .arguments import Number
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 # Larger numbers are mistakes; sums and products of smaller ones stay exact.

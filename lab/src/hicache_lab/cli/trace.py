@@ -11,7 +11,7 @@ from typing import BinaryIO
 
 import click
 
-from hicache.cli.arguments import FILE, SEED_MAX, is_dash, read_dash
+from hicache.cli.arguments import FILE, is_dash, read_dash
 from hicache.cli.stores import JSON, print_json
 from hicache.config.files import open_regular
 from hicache.errors import InvalidInput
@@ -22,6 +22,7 @@ from ..traces.record import BLOCK_TOKENS_DEFAULT, LOG_LINE_BYTES_MAX, Recorder
 from ..traces.request import BLOCK_TOKENS_MAX, BLOCK_TOKENS_MIN, TraceRequest
 from ..traces.synthetic import SERVICES, synthetic_trace
 from ..traces.trace import REQUESTS_MAX, as_line, read_trace, trace_format, write_trace
+from .arguments import SEED_MAX
 from .replay_view import facts_lines, trace_facts
 
 

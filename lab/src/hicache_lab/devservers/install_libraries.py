@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from hicache.backends.system_libraries import MOONCAKE_LIBRARIES, absent_libraries, preload, unpacked_libraries
+from hicache.backends.mooncake.client import MOONCAKE_LIBRARIES, absent_libraries, preload, unpacked_libraries
 from hicache.errors import ConfigError, MissingPackage
 
 from .packages import PROMETHEUS_PROGRAMS, prometheus_program

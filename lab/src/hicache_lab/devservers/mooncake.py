@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
 import socket
 import urllib.request
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from hicache.backends.system_libraries import MOONCAKE_LIBRARIES, library_path
+from hicache.backends.mooncake.client import MOONCAKE_LIBRARIES, only_unpacked, unpacked_libraries
 from hicache.errors import BackendUnavailable
 from hicache.units import MIB
 
@@ -24,6 +26,17 @@ def _listens(port: int) -> bool:
             return True
     except OSError:
         return False
+
+
+def library_path(libraries: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables with which a program finds `libraries`; empty if the system has them.
+
+    Raises ConfigError that names the Debian packages of missing libraries.
+    """
+    if not only_unpacked(libraries):
+        return {}
+    folder, before = str(unpacked_libraries()), os.environ.get("LD_LIBRARY_PATH")
+    return {"LD_LIBRARY_PATH": f"{folder}:{before}" if before else folder}
 
 
 class MooncakeMaster(DevServer):

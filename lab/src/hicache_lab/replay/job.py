@@ -15,6 +15,7 @@ from ..traces.request import TraceRequest
 from ..traces.routing import Routing
 from ..traces.synthetic import synthetic_trace
 from ..traces.trace import read_trace
+from .hints import HintErrors
 
 # A synthetic trace of this many requests fills and spills all three default tiers within a minute.
 SYNTHETIC_REQUESTS = 1000
@@ -35,12 +36,15 @@ class ReplayJob:
     timestamps; None means as fast as the queue of `waiting_max` requests accepts it. A full queue delays arrivals in
     both cases.
 
+    With `hints`, the sessions of the trace send hints with these errors; this needs the recorded times (`speed_up`).
+
     A `virtual` replay takes the other `speeds` too, and moves no bytes (see `virtual`).
 
     This is the job of engine number `process` of `processes`: the requests that `routing` sends to it, or all requests
     with `whole_trace_each`.
 
-    Raises ConfigError for an unknown device, and for a configuration without the prefix cache or with bigram keys.
+    Raises ConfigError for an unknown device, for hints without recorded times, and for a configuration without the
+    prefix cache or with bigram keys.
     """
 
     config: HiCacheConfig
@@ -60,10 +64,13 @@ class ReplayJob:
     processes: int = 1
     routing: Routing = Routing.ROTATE
     whole_trace_each: bool = False
+    hints: HintErrors | None = None
 
     def __post_init__(self) -> None:
         if not _DEVICES.fullmatch(self.device):
             raise ConfigError(f"replay: unknown device {self.device[:40]!r}; known: cpu, cuda, cuda:1, ...")
+        if self.hints is not None and self.speed_up is None:
+            raise ConfigError("--hints needs the recorded times of the requests; add --speed-up 1")
         if not self.config.prefix_cache:
             raise ConfigError("prefix_cache: a replay needs the prefix cache; remove `prefix_cache: false`")
         if self.config.bigram_keys:

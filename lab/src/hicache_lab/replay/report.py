@@ -53,6 +53,7 @@ def html_report(result: ReplayResult) -> str:
         "<h2>Time to first token</h2>",
         "<p>From the arrival of a request in the queue to its first token.</p>",
         _first_token(result.first_token),
+        *(_hints(result) if result.hints is not None else ()),
         *(_times(result.scheduler) if result.scheduler is not None else ()),
         "<h2>Refused, skipped and failed</h2>",
         "<p>Work that the cache rejected or skipped. It makes a request slower, never wrong.</p>",
@@ -71,6 +72,12 @@ def flattened_drops(result: ReplayResult) -> list[tuple[str, int]]:
         (f"{kind} {reason}", count) for kind, counts in groups.items() for reason, count in counts.items() if count
     ]
     return sorted(drops, key=lambda drop: (-drop[1], drop[0]))
+
+
+def hint_rows(result: ReplayResult) -> list[tuple[str, str, str]]:
+    """Return the outcomes of hints: action, outcome and count."""
+    return [(action, outcome, f"{count:,}") for action, outcomes in (result.hints or {}).items()
+            for outcome, count in outcomes.items()]
 
 
 def ideal_rows(result: ReplayResult) -> Iterator[tuple[str, int]]:
@@ -188,6 +195,12 @@ def _first_token(times: Latency) -> str:
         return "<p>No request got one.</p>"
     values = (times.total_us / times.count, times.p50_us, times.p90_us, times.p99_us, times.max_us)
     return html_table(("mean, ms", "p50", "p90", "p99", "max"), [[f"{value / 1000:,.1f}" for value in values]])
+
+
+def _hints(result: ReplayResult) -> Iterator[str]:
+    yield f"<h2>Hints: {escape(result.setup.hints or '')}</h2>"
+    yield "<p>What became of each action. One that waits for the end of its request has two outcomes.</p>"
+    yield html_table(("action", "outcome", "times"), hint_rows(result))
 
 
 def _times(times: SchedulerTimes) -> Iterator[str]:

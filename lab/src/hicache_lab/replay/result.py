@@ -42,7 +42,8 @@ class Sample:
 class Setup:
     """The trace and the configuration of a replay. Pages and bytes are those of one engine process. `storage_pages` is
     the capacity of storage in pages, None without a limit (`storage_capacity_bytes` None) or without storage. `virtual`
-    are the speeds of a replay in virtual time, None for one in real time."""
+    are the speeds of a replay in virtual time, None for one in real time. `hints` is the kind of errors of hints, None
+    without hints."""
 
     trace: str
     model: str
@@ -64,6 +65,7 @@ class Setup:
     prefill_tokens_max: int
     prefill_tokens_per_s: float | None
     virtual: Speeds | None = None
+    hints: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +118,8 @@ class ReplayResult:
     counts work that the cache decided to skip, `refused` work that a bounded queue rejected, by reason. `damaged`
     counts stored pages that were damaged and not served, `storage_errors` failures of the backend and of the workers,
     by kind. `first_token` are the times from arrival to the first token. `scheduler` is None in virtual time, which
-    does not measure the cost of the cache itself.
+    does not measure the cost of the cache itself. `hints` are the outcomes of hints, by action and outcome, None
+    without hints; an action that waits for the end of its request has two.
     """
 
     setup: Setup
@@ -137,10 +140,12 @@ class ReplayResult:
     scheduler: SchedulerTimes | None
     ideal: Ideal | None
     samples: tuple[Sample, ...]
+    hints: Mapping[str, Mapping[str, int]] | None = None
 
     def to_json(self) -> str:
-        """Return the report as JSON. The names of fields include their units."""
-        return _RESULT.dump_json(self, indent=2).decode() + "\n"
+        """Return the report as JSON. The names of fields include their units. Without hints it does not name them."""
+        unused: Any = {"hints": True, "setup": {"hints"}} if self.hints is None else None
+        return _RESULT.dump_json(self, indent=2, exclude=unused).decode() + "\n"
 
     @staticmethod
     def from_json(text: bytes) -> ReplayResult:

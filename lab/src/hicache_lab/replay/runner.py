@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Generator
 from contextlib import ExitStack
+from dataclasses import replace
 
 import torch
 
@@ -26,6 +27,7 @@ from ..engine import Engine, EngineOptions
 from ..traces.request import TraceRequest
 from ..traces.routing import Router
 from ..traces.tokens import TokenSource
+from .hints import HintMaker
 from .job import ReplayJob
 from .result import ReplayResult, Requests, Sample, Series, Setup
 from .stand_in import StandIn, never
@@ -67,6 +69,13 @@ class Replay:
         self._clock = clock
         self._is_stopped = is_stopped
         self._start_s = self._end_s = clock()
+        self._hints: HintMaker | None = None
+        self._traced: dict[str, TraceRequest] = {}  # by the id of a request that has not ended
+        if job.hints is not None:
+            router = Router(job.routing, job.processes)
+            # A session that another engine serves next does not return to this one.
+            own = (one for one in job.requests_of_trace() if self._is_mine(one, router))
+            self._hints = HintMaker(cache, job.hints, own, job.seed, self._due_s, clock)
 
     def run(self) -> Generator[Sample, None, None]:
         """Replay the trace. Yield a sample every `SAMPLE_EVERY_S`, the last one when all pages are stored.
@@ -100,6 +109,8 @@ class Replay:
                 self.times.ended(record.rid)
             if record.error is not None:
                 raise record.error
+            if self._hints is not None:
+                self._hints.ended(self._traced.pop(record.rid))
             if record.time_to_first_token_s is not None:
                 self.first_token.add(1e9 * record.time_to_first_token_s)
         self.ended += len(records)
@@ -139,13 +150,20 @@ class Replay:
 
     def _submit(self, traced: TraceRequest) -> None:
         prompt = self._source.take(traced)
-        is_mine = self._router.route(traced) == self.job.process
-        if not (is_mine or self.job.whole_trace_each):
+        if not self._is_mine(traced, self._router):
             return
         if traced.kv_tokens > self.model.context_tokens:
             self.too_long += 1
             return
-        self.model.expect(self.engine.submit(prompt.prompt, traced.new_tokens), prompt)
+        rid = self.engine.submit(prompt.prompt, traced.new_tokens)
+        self.model.expect(rid, prompt)
+        if self._hints is not None:
+            self._traced[rid] = traced
+            self._hints.submitted(rid, traced)
+
+    def _is_mine(self, traced: TraceRequest, router: Router) -> bool:
+        """True if this engine serves a request. REQUIRES: `router` sees all requests in order."""
+        return router.route(traced) == self.job.process or self.job.whole_trace_each
 
     @property
     def elapsed_s(self) -> float:
@@ -219,6 +237,7 @@ class Replay:
             scheduler=None if self.job.virtual else self.times.times(self.idle_steps),
             ideal=None,
             samples=tuple(self.series.samples),
+            hints=None if self.job.hints is None else _outcomes(state),
         )
 
     def close(self) -> None:
@@ -236,6 +255,13 @@ def moved_bytes(state: CacheStatistics) -> dict[str, int]:
         "host_to_storage": 0 if backend is None else backend.written_bytes,
         "storage_to_host": 0 if backend is None else backend.read_bytes,
     }
+
+
+def _outcomes(state: CacheStatistics) -> dict[str, dict[str, int]]:
+    outcomes: dict[str, dict[str, int]] = {}
+    for (action, outcome), count in sorted(state.hints.items()):
+        outcomes.setdefault(action, {})[outcome] = count
+    return outcomes
 
 
 def start(job: ReplayJob, is_stopped: Callable[[], bool] = never) -> Replay:
@@ -260,8 +286,8 @@ def namespace_of(model: str, page_size: int) -> Namespace:
     preset = PRESETS[model]
     return Namespace(
         f"hicache replay of {model}",
-        preset.geometry(page_size),
-        tp_size=preset.tp_size,
+        replace(preset, page_size=page_size),
+        tp_size=int(model.partition("-tp")[2] or 1),
         ranks_share_pages=preset.layout is KVLayout.MLA,  # each rank has the whole latent
     )
 
@@ -295,4 +321,5 @@ def _setup(job: ReplayJob, cache: TreeCache, state: CacheStatistics) -> Setup:
         prefill_tokens_max=job.prefill_tokens_max,
         prefill_tokens_per_s=job.speeds.compute.tokens_per_s,
         virtual=job.speeds if job.virtual else None,
+        hints=None if job.hints is None else str(job.hints),
     )

@@ -2,6 +2,9 @@
 
 - **Mooncake**: the traces published with Mooncake (Qin et al., FAST '25), and the traces that HiCache writes. Two
   optional fields are HiCache's own: `block_tokens`, if blocks do not have 512 tokens, and `session`.
+- **Mooncake with sessions**: as Dynamo's `dynamo.replay` (docs.nvidia.com/dynamo, "Mocker Trace Replay") and AIPerf
+  (docs.nvidia.com/aiperf, "Trace Replay with Mooncake Traces") have added them: `session_id`, and the recorded think
+  time `delay`. `hash_ids` are those of the whole prompt of each turn.
 - **Qwen-Bailian**: the public traces of Alibaba's service (Wang et al., ATC '25), with 16-token blocks. Each hash is
   that of one block alone, so that equal hashes may follow different prefixes.
 """
@@ -28,6 +31,11 @@ from .request import (
 FIELDS = ("timestamp", "input_length", "output_length", "hash_ids")
 _BAILIAN_FIELDS = ("chat_id", "parent_chat_id")
 _BAILIAN_BLOCK_TOKENS = 16
+# Other names that Dynamo accepts.
+_SAME = {"created_time": "timestamp", "input_tokens": "input_length", "output_tokens": "output_length",
+         "delay_ms": "delay"}
+# The time of an answer is not recorded. So many tokens per millisecond are usual.
+_OUTPUT_TOKENS_PER_MS = 0.05
 
 # Makes a request from the fields of a line, its index, and the file and line for errors. Raises InvalidInput.
 LineParser: TypeAlias = Callable[[Mapping[str, Any], int, str], TraceRequest]
@@ -37,17 +45,20 @@ class TraceFormat(StrEnum):
     """The format of a trace. All lines of a file have the same one."""
 
     MOONCAKE = "Mooncake"
+    SESSIONS = "Mooncake with sessions"
     BAILIAN = "Qwen-Bailian"
 
 
 def format_of(fields: Mapping[str, Any]) -> TraceFormat:
     """Return the format of a line with these fields."""
-    return TraceFormat.BAILIAN if all(name in fields for name in _BAILIAN_FIELDS) else TraceFormat.MOONCAKE
+    if all(name in fields for name in _BAILIAN_FIELDS):
+        return TraceFormat.BAILIAN
+    return TraceFormat.SESSIONS if "session_id" in fields else TraceFormat.MOONCAKE
 
 
 def parser_of(fields: Mapping[str, Any]) -> LineParser:
     """Return a parser for a trace whose first line has these fields. REQUIRES: it gets all lines in order."""
-    return BailianParser() if format_of(fields) is TraceFormat.BAILIAN else MooncakeParser()
+    return _PARSERS[format_of(fields)]()
 
 
 class MooncakeParser:
@@ -92,6 +103,38 @@ class MooncakeParser:
         return int(size)
 
 
+class SessionsParser:
+    """Parses the lines of a trace of sessions. The turns of a session are in order, but times of the lines are not.
+
+    A turn without `timestamp` begins `delay` after the end of the turn before, at the usual speed of an answer. Its
+    memory grows by an entry for each session.
+    """
+
+    def __init__(self) -> None:
+        self._parse = MooncakeParser()
+        self._sessions: dict[str | int, int] = {}
+        self._end_ms: dict[int, float] = {}  # of the last turn, by session
+
+    def __call__(self, fields: Mapping[str, Any], index: int, where: str) -> TraceRequest:
+        """Return the request of the next line. Raises InvalidInput with the field."""
+        found = {_SAME.get(name, name): value for name, value in fields.items()}
+        if str(found.get("context_mode", "")).startswith("deltas"):
+            raise InvalidInput(f"{where}: context_mode: only whole prompts can be read; convert the turns to them")
+        name = found.get("session_id")
+        if name is None:
+            return self._parse({**found, "session": None}, index, where)
+        if type(name) not in (str, int):
+            raise InvalidInput(f"{where}: session_id must be text, got {_shown(name)}")
+        session = self._sessions.setdefault(name, len(self._sessions))
+        end_ms = self._end_ms.get(session)
+        if found.get("timestamp") is None and end_ms is not None:
+            found["timestamp"] = end_ms + _number(found.get("delay") or 0, TIMESTAMP_MS_MAX, f"{where}: delay",
+                                                  "milliseconds")
+        request = self._parse({**found, "session": session}, index, where)
+        self._end_ms[session] = request.timestamp_ms + request.output_length / _OUTPUT_TOKENS_PER_MS
+        return request
+
+
 class BailianParser:
     """Parses the lines of a Qwen-Bailian trace. Its memory grows by an entry for each chat."""
 
@@ -128,6 +171,11 @@ class BailianParser:
         root = chat if parent == -1 else self._roots.get(parent, parent)
         self._roots[chat] = root
         return root
+
+
+_PARSERS: Mapping[TraceFormat, Callable[[], LineParser]] = {
+    TraceFormat.MOONCAKE: MooncakeParser, TraceFormat.SESSIONS: SessionsParser, TraceFormat.BAILIAN: BailianParser,
+}
 
 
 def _require(fields: Mapping[str, Any], names: tuple[str, ...], where: str) -> None:

@@ -14,13 +14,15 @@ import itertools
 import json
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO
 
 from hicache.config.files import open_regular
 from hicache.errors import InvalidInput
 
-from .formats import FIELDS, LineParser, TraceFormat, format_of, parser_of
+from .formats import FIELDS, TraceFormat, format_of, parser_of
 from .request import BLOCK_TOKENS, TraceRequest
 
 # A prompt of a million tokens takes some 20 KB, in 16-token blocks 0.7 MB; a file with a longer line is not a trace.
@@ -32,14 +34,20 @@ REQUESTS_MAX = 10**9
 def read_trace(path: Path, requests_max: int | None = None) -> Iterator[TraceRequest]:
     """Yield the requests of a trace file in order, at most `requests_max`. The first line determines the format.
 
-    Reads the file line by line. Raises InvalidInput with file, line and field for a file that is not a trace, and for
-    an empty one.
+    Reads the file line by line, but a trace of sessions as a whole, because its lines are not in the order of time.
+    Raises InvalidInput with file, line and field for a file that is not a trace, and for an empty one.
     """
-    parse: LineParser | None = None
-    for index, (where, fields) in enumerate(itertools.islice(_objects(path), requests_max)):
-        if parse is None:
-            parse = parser_of(fields)
-        yield parse(fields, index, where)
+    if requests_max == 0:
+        return
+    lines = _objects(path)
+    first = next(lines)
+    parse = parser_of(first[1])
+    numbered = enumerate(itertools.chain([first], lines))
+    requests = (parse(fields, index, where) for index, (where, fields) in numbered)
+    if format_of(first[1]) is TraceFormat.SESSIONS:
+        in_order = sorted(requests, key=attrgetter("timestamp_ms"))
+        requests = (replace(request, index=index) for index, request in enumerate(in_order))
+    yield from itertools.islice(requests, requests_max)
 
 
 def trace_format(path: Path) -> TraceFormat:

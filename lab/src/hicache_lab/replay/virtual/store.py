@@ -10,11 +10,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from hicache.backends.adaptive import AdaptivePages
 from hicache.backends.base import EvictionListener, StoredPage, Usage
 from hicache.backends.driver import Incidents
 from hicache.backends.limit import HIGH_WATER, LOW_WATER
-from hicache.backends.order import EvictionOrder
+from hicache.backends.order import AdaptivePages, EvictionOrder
 from hicache.backends.pages import PageReads, PageWrites
 from hicache.frame import Damage, FrameCodec, PageBuffer, TagStream
 from hicache.tournament import PASSED_MAX
