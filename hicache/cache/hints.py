@@ -7,10 +7,10 @@
     kv.release     the order of eviction of both tiers; pins and retained pages of the session end
     session.wait   the order of eviction of both tiers, as far as the source of the time can be trusted (`WaitRecord`)
 
-A hint never blocks and never fails a request. Of a request's own hints the target is its prefix when it ends. Bounds: a
-time is at most `hints.ttl_max`. A session pins and retains at most `hints.session_share` of L2, and so do all requests
-of a tenant together that name no session; all pins and retained pages are at most `pin_host_share`. A wait and a
-release apply only to pages that no other session has used, until a request uses them.
+A hint never blocks and never fails a request. Of a request's own hints the target is its prefix when it ends. Bounds:
+pages are pinned or retained for at most `hints.ttl_max`. A session pins and retains at most `hints.session_share` of
+L2, and so do all requests of a tenant together that name no session; all pins and retained pages are at most
+`pin_host_share`. A wait and a release apply only to pages that no other session has used, until a request uses them.
 
 The last prompt of a session is remembered, so that `session_id` finds its pages. Sessions of different `extra_key` or
 `cache_salt` are different. The least recently used are forgotten.
@@ -248,20 +248,18 @@ class HintExecutor:
         if (request := self._requests.get(rid)) is not None:
             request.key = key
 
-    def ends(self, rid: str, *, completed: bool = True) -> list[Outcome]:
+    def ends(self, rid: str, *, completed: bool = True) -> None:
         """Carry out the hints of a request that has ended; drop them if it was not `completed`."""
         request = self._requests.pop(rid, None)
         if request is None or request.key is None or not completed:
-            return []
+            return
         session = self._session(request.key.seed or request.tenant, request.session_id)
         if request.session_id is not None:
             self._key_bytes += len(request.key.tokens) - (0 if session.key is None else len(session.key.tokens))
             session.key, session.turns = request.key, session.turns + 1
-        outcomes = [
-            self._told(action, self._apply(hint, request.key, session), request) for action, hint in request.actions
-        ]
+        for action, hint in request.actions:
+            self._told(action, self._apply(hint, request.key, session), request)
         self._forget_oldest()
-        return outcomes
 
     def _session(self, seed: bytes, name: str | None) -> _Session:
         """Return a session. The one without a name stands for all requests of a tenant that name none."""

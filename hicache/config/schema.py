@@ -188,7 +188,7 @@ class HintsConfig(Section):
     """Share of the host pages that one session may pin or retain; all sessions together have `pin_host_share`. More
     lets long sessions stay whole; less leaves more for others."""
     ttl_max: PositiveDuration = 600.0
-    """The longest time for which a hint applies; longer ones are shortened to it."""
+    """The longest time for which a hint pins or retains pages; longer ones are shortened to it."""
 
 
 class RanksConfig(Section):

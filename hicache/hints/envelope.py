@@ -11,8 +11,8 @@ sglang#36224). Their engines leave the payloads to the cache, so those are defin
     session.turn                       the request is one of this session
     session.wait   expected_s, source  a signal: the session returns in about this time
 
-A payload also names its target: `session_id`, `tokens` or `page_keys`. Without these, and for the `session_id` of a
-request's own envelope, the target is the prefix of that request as it is when it ends.
+A payload also names its target: `session_id`, `page_keys`, or without a request `tokens`. Without these, and for the
+`session_id` of a request's own envelope, the target is the prefix of that request as it is when it ends.
 """
 
 from __future__ import annotations

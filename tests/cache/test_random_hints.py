@@ -151,17 +151,19 @@ def test_outcomes_are_what_a_lookup_shows(seed: int, policies: dict[str, Any]) -
 
 
 def test_the_random_hints_reach_all_outcomes() -> None:
-    """Otherwise the test above would also pass if all were rejected."""
-    found = Counter[tuple[str, str]]()
-    for seed in range(100, 105):
-        engine = HintingEngine(seed)
-        engine.run(250)
-        end(engine)
-        found += engine.hinting.outcomes
+    """Otherwise the test above would also pass if all were rejected. When copies and reads end is not drawn, so a few
+    runs may miss a rare one."""
     usual = {(kind, "accepted") for kind in KINDS} | {(kind, "missing") for kind in KINDS if kind != "kv.prefetch"}
     clipped = {(kind, "clipped") for kind in KINDS if kind not in ("session.turn", "session.wait", "kv.prefetch")}
     others = {("kv.prefetch", "deferred"), ("kv.pin", "rejected"), ("kv.retain", "rejected")}
-    assert usual | clipped | others <= set(found)
+    missing, seed = usual | clipped | others, 100
+    while missing and seed < 200:
+        engine = HintingEngine(seed)
+        engine.run(250)
+        end(engine)
+        missing -= set(engine.hinting.outcomes)
+        seed += 1
+    assert not missing
 
 
 class HintingHost(RandomHost):

@@ -191,8 +191,7 @@ class NoHints:
 
     def note(self, _rid: str, _key: object) -> None: ...
 
-    def ends(self, _rid: str, *, completed: bool = True) -> list[object]:
-        return []
+    def ends(self, _rid: str, *, completed: bool = True) -> None: ...
 
     def clear(self) -> None: ...
 
