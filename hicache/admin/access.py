@@ -35,6 +35,7 @@ class PeerProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Record the peer. The state is copied into each request's scope."""
+        self.access_log = False  # queries have request ids, and the engine's own uvicorn may have turned its log on
         self.app_state = {**self.app_state, PEER: peer_of(transport.get_extra_info("socket"))}
         super().connection_made(transport)
 

@@ -27,22 +27,23 @@ from ..backends.guard import Override
 from ..backends.rotated import Rotated
 from ..backends.storage import named_stores
 from ..cache import HiRadixCache, HostCache, Pin, TierStatistics, TreeCache
+from ..cache.explain import PromptTokens, StorageAnswer
 from ..cache.factory import storage_opener
 from ..cache.mailbox import Steps
 from ..cache.tiered import Warming
 from ..config import HiCacheConfig
 from ..config.secret import read_secret
 from ..errors import AdminError
+from ..ghosts import Reason
 from ..hints import HintsEnvelope, Outcome
 from ..keys import BIGRAM_BYTES, PAGE_KEY_BYTES, Namespace, RadixKey
+from . import models
 from .access import AdminAccess, PeerProtocol
-from .models import LookupRequest, NamespaceStatus, PinRequest, PinStatus, Quota, Status, TierStatus
-from .models import TokenPrefix as Tokens
 from .router import AdminSurface
 from .sockets import PrivateSocket
 from .stores import ConfiguredStores, LiveStore
 from .target import Chain, MemoryPlaces, Places, Warmed
-from .views import state_of, store_status
+from .views import causes, state_of, store_status
 from .work import MATCHES_MAX
 
 logger = logging.getLogger(__name__)
@@ -93,20 +94,20 @@ class EmbeddedCache:
         space = backend.codec.namespace.hex()
         return [LiveStore(name, space, leaf) for name, leaf in named_stores(backend)]
 
-    def status(self) -> Status:
+    def status(self) -> models.Status:
         """See AdminTarget. Does not need the scheduler."""
         cache, found, digest = self._cache, self._cache.statistics(), self._digest
         page_bytes = found.host.page_bytes
         stores = [store_status(digest, leaf) for leaf in found.controller.backends]
         hits = {tier: tokens // cache.page_size for tier, tokens in found.hit_tokens.items()}
         in_memory, stored = hits.get("device", 0) + hits.get("host", 0), hits.get("storage", 0)
-        return Status(
+        return models.Status(
             kind="embedded", version=__version__, instance=self._instance, state=state_of("ready", stores),
             uptime_s=self.clock() - self._started_s, attached=cache.storage.attached,
             tiers=[
                 _tier("device", found.device, 0), _tier("host", found.host, found.pinned_pages)
             ] if found.device.capacity_pages else [_tier("host", found.host, found.pinned_pages)],
-            namespaces=[NamespaceStatus(
+            namespaces=[models.NamespaceStatus(
                 namespace=digest, label=self._namespace.name,
                 weights_epoch=found.weights_epoch, pool_bytes=found.host.cached_pages * page_bytes, quota_bytes=None,
                 pool_hits=in_memory, store_hits=stored,
@@ -119,7 +120,7 @@ class EmbeddedCache:
             },
         )
 
-    def memory_places(self, request: LookupRequest, deadline: float) -> MemoryPlaces:
+    def memory_places(self, request: models.LookupRequest, deadline: float) -> MemoryPlaces:
         """See AdminTarget. Walks the tree in slices, one per step of the scheduler; for tokens it follows one path."""
         timeout_s = max(0.0, deadline - self.clock())
         if request.tokens is not None:
@@ -156,6 +157,30 @@ class EmbeddedCache:
                             return places, not stack
             yield
         return places, True
+
+    def explain(self, rid: str | None, last: int, prompt: models.LookupRequest | None = None) -> models.Explanation:
+        """See AdminTarget."""
+        cache, explainer, gate = self._cache, self._cache.explainer, self._cache.controller.gate
+        now_s, key, pages = cache.controller.time_s(), RadixKey.of_hashes([]), 0
+        if prompt is not None:
+            chain = prompt.tokens or [bytes.fromhex(key) for key in prompt.keys]
+            key, pages = self._chain_key(chain), self.warm("", chain, 0).pages
+
+        def read() -> list[PromptTokens]:
+            known, hour = explainer.recent, explainer.last_hour(now_s)
+            if prompt is None:
+                return [hour, *([*reversed(known.values())][:last] if rid is None else filter(None, [known.get(rid)]))]
+            answer = StorageAnswer(pages, gate.may(Direction.READ) or not gate.attached, (Reason.UNAVAILABLE, ""))
+            return [hour, explainer.foresee(key, cache.tree, answer, now_s)]
+
+        total, *found = [_account(one, now_s) for one in self._ask(read)]
+        if rid is not None and not found:
+            raise AdminError("unknown_request", "no request with this id is among the last 1,024")
+        rates, token_bytes = cache.break_even.statistics().rates, cache.host.payload_bytes / cache.page_size
+        return models.Explanation(
+            unit="tokens", total=total, accounts=found, prefill_tokens_per_s=rates.prefill_tokens_per_s,
+            storage_tokens_per_s=rates.storage_bytes_per_s / token_bytes,
+        )
 
     # Memory
 
@@ -213,7 +238,7 @@ class EmbeddedCache:
                     raise
                 self.clock.sleep(RETRY_S)
 
-    def pin(self, request: PinRequest) -> PinStatus:
+    def pin(self, request: models.PinRequest) -> models.PinStatus:
         """See AdminTarget. A pin ends `ttl_s` after a request has used all of it."""
         cache = self._cache
         self._require_alone("pin")
@@ -240,15 +265,15 @@ class EmbeddedCache:
         with self._lock:
             self._pins.pop(pin, None)
 
-    def pins(self) -> Sequence[PinStatus]:
+    def pins(self) -> Sequence[models.PinStatus]:
         """See AdminTarget. Forgets ended pins."""
         with self._lock:
             self._pins = {name: found for name, found in self._pins.items() if found[0].active}
             return [self._pin_status(name, pin, asked) for name, (pin, asked) in self._pins.items()]
 
-    def _pin_status(self, name: str, pin: Pin, asked_pages: int) -> PinStatus:
+    def _pin_status(self, name: str, pin: Pin, asked_pages: int) -> models.PinStatus:
         left_s = max(0.0, pin.expires_at - self._cache.controller.time_s())
-        return PinStatus(
+        return models.PinStatus(
             id=name, namespace=self._digest, pages=pin.pages, asked_pages=asked_pages, expires_in_s=left_s
         )
 
@@ -275,7 +300,7 @@ class EmbeddedCache:
         """See AdminTarget."""
         self._ask(lambda: self._cache.storage.override(direction, mode, store))
 
-    def quotas(self) -> Sequence[Quota]:
+    def quotas(self) -> Sequence[models.Quota]:
         """See AdminTarget."""
         return ()
 
@@ -295,7 +320,7 @@ class EmbeddedCache:
                 "itself can do (`bypass` and `breaker` work: a direction that is off on one rank is off on all)",
             )
 
-    def _key(self, tokens: Tokens) -> RadixKey:
+    def _key(self, tokens: models.TokenPrefix) -> RadixKey:
         positions = self._cache.tree.position_bytes
         if positions == PAGE_KEY_BYTES:
             raise AdminError("unsupported", "tokens: this engine uses its own page hashes; pass page keys")
@@ -305,7 +330,7 @@ class EmbeddedCache:
         )
 
     def _chain_key(self, chain: Chain) -> RadixKey:
-        if isinstance(chain, Tokens):
+        if isinstance(chain, models.TokenPrefix):
             return self._key(chain)
         if self._cache.tree.position_bytes != PAGE_KEY_BYTES:
             raise AdminError(
@@ -317,8 +342,13 @@ class EmbeddedCache:
         return key.page_keys(self._cache.page_size, key.seed, 0, key.pages(self._cache.page_size))
 
 
-def _tier(name: str, found: TierStatistics, pinned_pages: int) -> TierStatus:
-    return TierStatus(
+def _account(found: PromptTokens, now_s: float) -> models.Account:
+    values = {name: getattr(found, name) for name in models.Account.model_fields if hasattr(found, name)}
+    return models.Account(**values | {"ago_s": max(0.0, now_s - found.time_s), "computed": causes(found.computed)})
+
+
+def _tier(name: str, found: TierStatistics, pinned_pages: int) -> models.TierStatus:
+    return models.TierStatus(
         name="device" if name == "device" else "host", capacity_bytes=found.capacity_pages * found.page_bytes,
         used_bytes=(found.capacity_pages - found.free_pages) * found.page_bytes,
         pinned_bytes=pinned_pages * found.page_bytes, pages=found.cached_pages,

@@ -9,6 +9,7 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr
 
 from ..backends.base import Direction
 from ..backends.guard import Override, StoreHealth
+from ..ghosts import Reason
 from ..units import DURATION_MAX_S, SIZE_MAX_BYTES
 
 KEYS_MAX = 4096
@@ -16,6 +17,7 @@ KEYS_MAX = 4096
 FINDINGS_MAX = 100
 TOKENS_MAX = 1 << 20
 PROMPTS_MAX = 4096
+ACCOUNTS_MAX = 1024
 PIN_TTL_S = 3600.0
 
 Hex = Annotated[str, Field(pattern=r"^[0-9a-f]*$", max_length=64)]
@@ -23,6 +25,7 @@ PageKey = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 # Empty means all namespaces.
 NamespacePrefix = Annotated[Hex, Field(description="First hexadecimal digits of namespaces; empty for all.")]
 StoreName = Annotated[str, Field(min_length=1, max_length=256, description="A store's name, as `status` shows it.")]
+Last = Annotated[int, Field(ge=0, le=ACCOUNTS_MAX)]
 Seconds = Annotated[float, Field(strict=True, gt=0, le=DURATION_MAX_S, allow_inf_nan=False)]
 
 
@@ -158,6 +161,43 @@ class TokenPrefix(Model):
     ]
     extra_key: Annotated[str, Field(max_length=1024)] | None = None
     cache_salt: Annotated[SecretStr, Field(max_length=1024)] | None = None
+
+
+class Cause(Model):
+    """Tokens that were computed, or pages that a daemon did not have, for a reason of `hicache.ghosts`."""
+
+    reason: Reason
+    detail: str
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.reason}, {self.detail}" if self.detail else self.reason
+
+
+class Account(Model):
+    """The sources of the tokens of a prompt that began `ago_s` ago; see `hicache.cache.explain.PromptTokens`."""
+
+    rid: str = ""
+    ago_s: float
+    tokens: int
+    device: int = 0
+    host: int
+    storage: int
+    computed: list[Cause]
+    diverged_at: int | None = None
+    age_s: float | None = None
+    written: int = 0
+
+
+class Explanation(Model):
+    """`total` is of all prompts of the last hour at most, or of the pages that a daemon was asked for since its start:
+    `host` is its pool. `accounts` are the newest first. The measured speeds are 0 while unknown."""
+
+    unit: Literal["tokens", "pages"]
+    total: Account
+    accounts: list[Account] = []
+    prefill_tokens_per_s: float = 0
+    storage_tokens_per_s: float = 0
 
 
 # Long work

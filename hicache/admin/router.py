@@ -27,27 +27,9 @@ from ..hints import HintsEnvelope, Outcome
 from ..logs import LimitedLog
 from ..supervised import Beat, SupervisedPool
 from ..units import counted, format_size
-from . import work
+from . import models, work
 from .access import PEER, AdminAccess
 from .jobs import Jobs
-from .models import (
-    BreakerRequest,
-    ClearRequest,
-    Job,
-    JobKind,
-    LogLevel,
-    Lookup,
-    LookupRequest,
-    PinRequest,
-    PinStatus,
-    Quota,
-    QuotaRequest,
-    Refusal,
-    ScrubRequest,
-    Status,
-    StoreRequest,
-    WarmRequest,
-)
 from .target import AdminTarget
 
 logger = logging.getLogger(__name__)
@@ -65,7 +47,7 @@ _STATUS = {
     "internal": 500,
 }
 _RETRY_S = 1
-_REFUSALS: dict[int | str, dict[str, Any]] = {code: {"model": Refusal} for code in (403, 404, 409, 422, 500, 503)}
+_REFUSALS: dict[int | str, Any] = {code: {"model": models.Refusal} for code in [403, 404, 409, 422, 500, 503]}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -122,7 +104,7 @@ class AdminSurface:
         self._calls.pool.close(timeout_s)
 
 
-def refused(error: HiCacheError) -> tuple[int, Refusal]:
+def refused(error: HiCacheError) -> tuple[int, models.Refusal]:
     """Return the status code and the body for an error."""
     kind = "conflict"
     if isinstance(error, AdminError):
@@ -136,7 +118,7 @@ def refused(error: HiCacheError) -> tuple[int, Refusal]:
     elif isinstance(error, ConfigError):
         kind = "configuration"
     code = 404 if kind.startswith("unknown_") else _STATUS.get(kind, 409)
-    return code, Refusal(error=kind, detail=str(error))
+    return code, models.Refusal(error=kind, detail=str(error))
 
 
 def _guarded(access: AdminAccess) -> type[APIRoute]:
@@ -158,12 +140,12 @@ def _guarded(access: AdminAccess) -> type[APIRoute]:
                     response, result = _answer(AdminError("invalid", _problems(error)))
                 except HiCacheError as error:
                     response, result = _answer(error)
-                level = logging.DEBUG if request.method == "GET" or what.endswith("/lookup'") else logging.INFO
+                reads = request.method == "GET" or what.endswith(("/lookup'", "/explain'"))
                 what = getattr(request.state, "what", what)
                 if who is None:  # a stranger must not be able to fill the log
                     _strangers.warn(request.method, "admin: %s: %s: %s", _stranger(request), what, result)
                 else:
-                    logger.log(level, "admin: %s: %s: %s", who, what, result)
+                    logger.log(logging.DEBUG if reads else logging.INFO, "admin: %s: %s: %s", who, what, result)
                 return response
 
             return handle
@@ -192,74 +174,74 @@ def _problems(error: RequestValidationError) -> str:
 
 def _router(target: AdminTarget, access: AdminAccess, jobs: Jobs, calls: _Calls) -> APIRouter:
     guarded: dict[str, Any] = {"tags": ["admin"], "route_class": _guarded(access), "responses": _REFUSALS}
-    router, hints, both = APIRouter(prefix=PREFIX, **guarded), APIRouter(prefix="/v1", **guarded), APIRouter()
+    router, prompts, both = APIRouter(prefix=PREFIX, **guarded), APIRouter(prefix="/v1", **guarded), APIRouter()
     _add_reading(router, target, calls)
     _add_jobs(router, target, jobs, calls)
     _add_pins(router, target, calls)
     _add_stores(router, target, calls)
     _add_limits(router, target, calls)
-    _add_hints(hints, target, calls)
+    _add_prompts(prompts, target, calls)
     both.include_router(router)
-    both.include_router(hints)
+    both.include_router(prompts)
     return both
 
 
 def _add_reading(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
     @router.get("/status")
-    async def status() -> Status:
+    async def status() -> models.Status:
         """Show tiers, namespaces, stores and clients."""
         return await calls.run(target.status)
 
     @router.post("/lookup")
-    async def lookup(body: LookupRequest) -> Lookup:
+    async def lookup(body: models.LookupRequest) -> models.Lookup:
         """Find pages on all tiers and stores."""
         return await calls.run(lambda: work.look_up(target, body))
 
 
 def _add_jobs(router: APIRouter, target: AdminTarget, jobs: Jobs, calls: _Calls) -> None:
-    def ended(job: Job) -> None:
+    def ended(job: models.Job) -> None:
         logger.info("admin: job %s: %s: %s after %.1f s, %s, %s damaged, %s removed%s", job.id, job.what,
                     job.state.value, job.elapsed_s, counted(job.progress.pages, "page"),
                     sum(job.progress.damaged.values()), job.progress.removed,
                     f": {job.error}" if job.error else "")
 
     @router.post("/scrub", status_code=202)
-    async def scrub(body: ScrubRequest, request: Request) -> Job:
+    async def scrub(body: models.ScrubRequest, request: Request) -> models.Job:
         """Verify stored pages, as a job."""
         what = f"scrub {_named(body.store)}{', removing damaged pages' if body.remove else ''}"
         request.state.what = what
         steps = await calls.run(lambda: work.scrub(target, body))
-        return jobs.submit(JobKind.SCRUB, what, steps, ended)
+        return jobs.submit(models.JobKind.SCRUB, what, steps, ended)
 
     @router.post("/clear", status_code=202)
-    async def clear(body: ClearRequest, request: Request) -> Job:
+    async def clear(body: models.ClearRequest, request: Request) -> models.Job:
         """Remove pages from memory and stores, as a job."""
         where = _named(body.store) if body.where == "store" else {"all": "everything", "pool": "memory"}[body.where]
         what = f"clear {where}{_whose(body.namespace) or ' of all namespaces'}"
         request.state.what = what
         steps = await calls.run(lambda: work.clear(target, body))
-        return jobs.submit(JobKind.CLEAR, what, steps, ended)
+        return jobs.submit(models.JobKind.CLEAR, what, steps, ended)
 
     @router.post("/warm", status_code=202)
-    async def warm(body: WarmRequest, request: Request) -> Job:
+    async def warm(body: models.WarmRequest, request: Request) -> models.Job:
         """Read chains from storage into free memory, as a job."""
         what = f"{'dry run of a warm-up' if body.dry_run else 'warm-up'} {_chains(body)}{_whose(body.namespace)}"
         request.state.what = what
         steps = await calls.run(lambda: work.warm(target, body))
-        return jobs.submit(JobKind.WARM, what, steps, ended)
+        return jobs.submit(models.JobKind.WARM, what, steps, ended)
 
     @router.get("/jobs")
-    async def list_jobs() -> list[Job]:
+    async def list_jobs() -> list[models.Job]:
         """List jobs, the oldest first."""
         return jobs.all()
 
     @router.get("/jobs/{job}")
-    async def get_job(job: str) -> Job:
+    async def get_job(job: str) -> models.Job:
         """Show the progress of a job."""
         return jobs.get(job)
 
     @router.delete("/jobs/{job}")
-    async def cancel_job(job: str, request: Request) -> Job:
+    async def cancel_job(job: str, request: Request) -> models.Job:
         """Cancel a job. It ends after its current page."""
         request.state.what = f"cancel job {job[:16]!r}"
         return jobs.cancel(job)
@@ -267,12 +249,12 @@ def _add_jobs(router: APIRouter, target: AdminTarget, jobs: Jobs, calls: _Calls)
 
 def _add_pins(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
     @router.get("/pins")
-    async def list_pins() -> list[PinStatus]:
+    async def list_pins() -> list[models.PinStatus]:
         """List the active pins."""
         return list(await calls.run(target.pins))
 
     @router.post("/pins", status_code=201)
-    async def pin(body: PinRequest, request: Request) -> PinStatus:
+    async def pin(body: models.PinRequest, request: Request) -> models.PinStatus:
         """Keep a chain in memory."""
         request.state.what = f"pin a chain for {body.ttl_s:g} s"
         return await calls.run(lambda: target.pin(body))
@@ -284,7 +266,17 @@ def _add_pins(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
         await calls.run(lambda: target.unpin(pin_id))
 
 
-def _add_hints(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
+def _add_prompts(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
+    @router.get("/explain")
+    async def explain(rid: str | None = None, last: models.Last = 0) -> models.Explanation:
+        """Show where the tokens of prompts came from, and why the others were computed."""
+        return await calls.run(lambda: target.explain(rid, last))
+
+    @router.post("/explain")
+    async def foresee(body: models.LookupRequest) -> models.Explanation:
+        """Show what would happen to a prompt now."""
+        return await calls.run(lambda: target.explain(None, 0, body))
+
     @router.post("/hints")
     async def hint(body: HintsEnvelope, request: Request) -> list[Outcome]:
         """Carry out hints about prompts."""
@@ -294,7 +286,7 @@ def _add_hints(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
 
 def _add_stores(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
     @router.post("/attach", status_code=204)
-    async def attach(body: StoreRequest, request: Request) -> None:
+    async def attach(body: models.StoreRequest, request: Request) -> None:
         """Use the configured storage, or only one store of it. It is open once `status` shows it."""
         request.state.what = "attach the storage" if body.store is None else f"attach {_named(body.store)} alone"
         target.stores.require(body.store)
@@ -303,7 +295,7 @@ def _add_stores(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
         await calls.run(lambda: target.attach(body.store))
 
     @router.post("/detach", status_code=204)
-    async def detach(body: StoreRequest, request: Request) -> None:
+    async def detach(body: models.StoreRequest, request: Request) -> None:
         """Close the storage and continue without it."""
         request.state.what = "detach the storage"
         if body.store is not None and len(target.stores.specs) > 1 and target.stores.require(body.store):
@@ -315,7 +307,7 @@ def _add_stores(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
         await calls.run(target.detach)
 
     @router.put("/breakers", status_code=204)
-    async def force_breaker(body: BreakerRequest, request: Request) -> None:
+    async def force_breaker(body: models.BreakerRequest, request: Request) -> None:
         """Force breakers on or off, or let them decide again. Both directions off: the store is bypassed."""
         way = "both directions" if body.direction is None else body.direction.value
         request.state.what = f"breaker of {_named(body.store)}, {way}: {body.mode.value}"
@@ -326,25 +318,25 @@ def _add_stores(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
 
 def _add_limits(router: APIRouter, target: AdminTarget, calls: _Calls) -> None:
     @router.get("/quotas")
-    async def quotas() -> list[Quota]:
+    async def quotas() -> list[models.Quota]:
         """List the quotas."""
         return list(await calls.run(target.quotas))
 
     @router.put("/quotas", status_code=204)
-    async def set_quota(body: QuotaRequest, request: Request) -> None:
+    async def set_quota(body: models.QuotaRequest, request: Request) -> None:
         """Set or remove the quota of a namespace."""
         request.state.what = f"quota of {body.namespace[:12]}...: {body.quota_bytes or 'none'}"
         await calls.run(lambda: target.set_quota(body.namespace, body.quota_bytes))
 
     @router.get("/log_level")
-    async def log_level() -> LogLevel:
+    async def log_level() -> models.LogLevel:
         """Show the log level."""
         level = logging.getLevelName(logging.getLogger("hicache").getEffectiveLevel()).lower()
         known = {"debug", "info", "warning", "error"}
-        return LogLevel(level=cast(Literal["debug"], level if level in known else "error"))
+        return models.LogLevel(level=cast(Literal["debug"], level if level in known else "error"))
 
     @router.put("/log_level", status_code=204)
-    async def set_log_level(body: LogLevel, request: Request) -> None:
+    async def set_log_level(body: models.LogLevel, request: Request) -> None:
         """Set the log level."""
         request.state.what = f"log level {body.level}"
         logging.getLogger("hicache").setLevel(body.level.upper())
@@ -358,7 +350,7 @@ def _whose(namespace: str) -> str:
     return f" of namespaces {namespace[:12]}..." if namespace else ""
 
 
-def _chains(body: WarmRequest) -> str:
+def _chains(body: models.WarmRequest) -> str:
     if body.top_bytes is not None:
         return f"with the hottest {format_size(body.top_bytes)}"
     return f"with {counted(len(body.prompts), 'prompt')}" if body.prompts else f"with {counted(len(body.keys), 'page')}"

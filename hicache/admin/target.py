@@ -14,7 +14,7 @@ from ..backends.base import Direction
 from ..backends.guard import Override
 from ..clock import Clock
 from ..hints import HintsEnvelope, Outcome
-from .models import LookupRequest, PinRequest, PinStatus, Quota, Status, TokenPrefix
+from .models import Explanation, LookupRequest, PinRequest, PinStatus, Quota, Status, TokenPrefix
 from .stores import ConfiguredStores, LiveStore
 
 # Names of tiers and stores by (namespace in hexadecimal, page key).
@@ -86,6 +86,9 @@ class AdminTarget(Protocol):
 
     def pins(self) -> Sequence[PinStatus]:
         """Return the active pins."""
+
+    def explain(self, rid: str | None, last: int, prompt: LookupRequest | None = None) -> Explanation:
+        """Return where tokens came from, with the account of `rid`, the last accounts, or that of a `prompt` now."""
 
     def hint(self, envelope: HintsEnvelope) -> Sequence[Outcome]:
         """Carry out hints that do not come with a request. Return an outcome for each action."""

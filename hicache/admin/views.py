@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ..backends.base import Direction
 from ..backends.storage import StoreStatistics
-from .models import BreakerStatus, StoreStatus
+from ..ghosts import Kind
+from .models import BreakerStatus, Cause, StoreStatus
 
 
 def store_status(namespace: str, leaf: StoreStatistics) -> StoreStatus:
@@ -26,6 +27,11 @@ def store_status(namespace: str, leaf: StoreStatistics) -> StoreStatus:
         errors=sum(leaf.statistics.errors.values()), damaged=sum(leaf.statistics.corrupt.values()),
         health=leaf.health,
     )
+
+
+def causes(counts: Mapping[Kind, int]) -> list[Cause]:
+    """Return the counts that are not 0, in their order."""
+    return [Cause(reason=reason, detail=detail, tokens=n) for (reason, detail), n in counts.items() if n]
 
 
 def state_of(state: str, stores: Sequence[StoreStatus]) -> str:

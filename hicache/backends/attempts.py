@@ -9,10 +9,11 @@ Locking design: immutable except for `_raised` and `_last_incidents`, a set and 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -87,6 +88,14 @@ class Attempts:
             logger.error("storage %s: unexpected %s; further ones are only counted", self._name, name, exc_info=error)
         return f"{RAISED}{name}"
 
+    @contextlib.contextmanager
+    def _containing(self, errors: list[str]) -> Iterator[None]:
+        """A context in which an exception of the driver ends: its kind is added to `errors`."""
+        try:
+            yield
+        except Exception as error:
+            errors.append(self.contained(error))
+
     # Lookups and removals
 
     def _find(
@@ -95,7 +104,7 @@ class Attempts:
         """Return the driver's answers, an error as False, and the errors. Answers that are missing after a failure are
         left out, and are one error."""
         found, errors = list[bool](), list[str]()
-        try:  # in place of `_Contained`, for the speed of lookups
+        try:  # in place of `_containing`, for the speed of lookups
             for answer in itertools.islice(self.driver.find(self._namespace, keys, deadline), len(keys)):
                 if answer is True:
                     found.append(True)
@@ -119,7 +128,7 @@ class Attempts:
             return sum(found), errors
         pages = 0
         errors = []
-        with _Contained(self, errors):
+        with self._containing(errors):
             pages, kinds = self._finds.find_prefix(self._namespace, keys, deadline)
             errors += kinds
         return pages, errors
@@ -136,7 +145,7 @@ class Attempts:
         if self._touches is None:
             return [], []
         missing, errors = list[bytes](), list[str]()
-        with _Contained(self, errors):
+        with self._containing(errors):
             for key, answer in zip(keys, self._touches.touch(self._namespace, keys, deadline), strict=True):
                 if answer is False:
                     missing.append(key)
@@ -177,7 +186,7 @@ class Attempts:
 
     def _removed(self, remove: Callable[..., tuple[int, Sequence[str]]], *arguments: object) -> tuple[int, list[str]]:
         removed, errors = 0, list[str]()
-        with _Contained(self, errors):
+        with self._containing(errors):
             answer, kinds = remove(*arguments)
             errors += kinds
             if type(answer) is not int or answer < 0:
@@ -257,7 +266,7 @@ class Attempts:
         """Return why the last write was rejected, empty if unknown."""
         found: str | None = None if self.limit is None else self.limit.rejection
         errors: list[str] = []
-        with _Contained(self, errors):
+        with self._containing(errors):
             if found is None and isinstance(self.driver, ExplainsRejections):
                 found = self.driver.rejection
         self._calls.count(*errors)
@@ -271,7 +280,7 @@ class Attempts:
     def incidents(self) -> Incidents:
         """Return the totals of driver, limit and retention; the last ones if the driver raises. Does not block."""
         failed: list[str] = []
-        with _Contained(self, failed):
+        with self._containing(failed):
             if isinstance(self.driver, HasIncidents):
                 self._last_incidents = self.driver.incidents()
         self._calls.count(*failed)
@@ -293,20 +302,3 @@ class Attempts:
             raise
         except Exception as error:
             self._calls.count(self.contained(error))
-
-
-class _Contained:
-    """A context in which an exception of the driver ends: its kind is added to `errors`."""
-
-    __slots__ = ("_attempts", "_errors")
-
-    def __init__(self, attempts: Attempts, errors: list[str]) -> None:
-        self._attempts, self._errors = attempts, errors
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: object, where: object) -> bool:
-        if isinstance(error, Exception):
-            self._errors.append(self._attempts.contained(error))
-        return isinstance(error, Exception)

@@ -20,6 +20,7 @@ from ..arguments import instance, number, whole
 from ..controller import ControllerStatistics
 from ..errors import InvalidInput, InvariantError
 from ..events import EventStream, Publisher
+from ..ghosts import Reason
 from ..hints import Outcome, OutcomeStatus, envelope_of
 from ..keys import RadixKey, require_epoch
 from ..radix import Match, Peek, RadixTree, make_policy
@@ -27,6 +28,7 @@ from ..tiers import Fence, KVPool, TrailingPool, Transfer
 from ..types import NO_PAGES
 from .break_even import BreakEven
 from .device_tier import Eviction
+from .explain import Explainer, PromptTokens
 from .misuse import OwnerThread
 from .pins import Pin
 from .recorder import EventRecorder
@@ -53,6 +55,7 @@ class ChunkCache:
         self._running = RunningRequests()
         self._trailing = TrailingTier(trailing, device)
         self._counters = CacheCounters()
+        self.explainer = Explainer(0, self._counters, math.inf)
         self._caller = OwnerThread()
         self._events: EventRecorder | None = None
         self._publisher: Publisher | None = None
@@ -97,8 +100,8 @@ class ChunkCache:
         if not self.extend(request, key.prompt_tokens):
             self._running.end(request)
             return None
-        self._counters.requests += 1
-        self._counters.prompt_tokens += key.prompt_tokens
+        request.account = PromptTokens(rid, 0.0, key.prompt_tokens, computed={(Reason.UNSHARED, ""): key.prompt_tokens})
+        self.explainer.count(request.account)
         return request
 
     def start_loading(self) -> Transfer | None:
@@ -220,6 +223,7 @@ class ChunkCache:
     def check(self) -> None:
         """Raises InvariantError if L1's free list or the invariant of this class is broken."""
         self.device.allocator.check()
+        self._counters.check()
         used, own = self.device.allocator.used_pages, self._running.check()
         if used != own:
             raise InvariantError(f"L1: {used} pages in use, {own} held by requests")

@@ -32,6 +32,7 @@ from .. import tracing
 from ..arguments import whole
 from ..controller import Backup, HiCacheController, Load
 from ..errors import InvariantError
+from ..ghosts import Kind, Reason
 from ..radix import CUT_PAGES_MIN, EvictionChoice, Match, Node, RadixTree, may_leave_device
 from ..tiers import EnginePages, PagePool
 from ..types import NO_PAGES, PageIds
@@ -94,6 +95,7 @@ class DeviceTier:
         self._backups: dict[Backup, _Run] = {}
         self._loads: dict[Load, tuple[RadixTree, Node, tracing.Span | None]] = {}
         self._halted = False
+        self.unloaded: Kind = Reason.NO_ROOM, ""  # why the last `load_back` has left pages on L2, if it has
         self._is_owned = isinstance(self.allocator, EnginePages)
         # By page: the number of the latest fence when its last reader ended, or when it was computed.
         self._read_until = np.zeros(self.first + self.capacity, dtype=np.int64)
@@ -230,9 +232,9 @@ class DeviceTier:
                 if not again or self._host.may_store(node):
                     backups.append(node)
             node = node.parent
-        for part in reversed(backups):
-            if not self._back_up([part]):
-                break  # storage cannot accept its descendants without it
+        while backups and self._back_up([part := backups.pop()]):
+            pass
+        _not_copied(backups, part.loss if backups else "")  # storage cannot accept them without it
 
     def write_back(self, victim: Node) -> EvictionChoice:
         """Return the choice for a victim that is not on L2: it is copied there first if it would be lost otherwise."""
@@ -296,9 +298,8 @@ class DeviceTier:
         pages = len(backup.host_pages)
         self._host.commit(pages, tree.accept_backup(node, backup.host_pages))
         parts = list(tree.span(node, pages))
-        for part in reversed(parts):
-            if tree is not self._trees.current or not self._host.store(part):
-                break
+        for part in reversed(parts if tree is self._trees.current else []):
+            self._host.store(part)
         tree.unlock(node)
         if not evicts:
             return []
@@ -330,11 +331,11 @@ class DeviceTier:
             self._counters.skipped["backup_without_slots"] += 1
             return False
         if not self._controller.takes_backup(pages):
-            return False
+            return _not_copied(path, "queue")
         host_pages = self._host.reserve(pages)
         if host_pages is None:
             self._counters.skipped["backup_no_host_room"] += 1
-            return False
+            return _not_copied(path, "no_room")
         done = 0
         for node in path:
             if node.device is None:
@@ -361,11 +362,13 @@ class DeviceTier:
         REQUIRES: the caller has locked `match.node` and made room for all of it.
         """
         none = match.device_node, NO_PAGES, None
+        self.unloaded = Reason.NO_ROOM, ""
         if match.host_hit_pages == 0:
             return none
         threshold_tokens = self._config.load_back_threshold_tokens
         if match.host_hit_pages * tree.page_size < threshold_tokens:
             self._counters.skipped["load_too_short"] += 1
+            self.unloaded = Reason.NOT_WORTH, ""
             return none
         nodes, cut, rest = self._fitting(tree, match)
         count = sum(map(tree.pages, nodes)) + rest
@@ -373,6 +376,7 @@ class DeviceTier:
             return none
         if not self._break_even.decide(Route.LOAD, count * tree.page_size, count).go:
             self._counters.skipped["load_does_not_pay"] += 1
+            self.unloaded = Reason.NOT_WORTH, ""
             return none
         if cut is not None:
             nodes.append(tree.split(cut, rest))
@@ -471,9 +475,17 @@ class DeviceTier:
         for node in reversed(list(tree.span(match.node, match.host_hit_pages))):
             if not self._trailing.may_load(node):
                 self._counters.skipped["load_not_verified"] += 1
+                self.unloaded = Reason.LATE, "verification"
                 break
             if tree.pages(node) > room:
                 return (nodes, node, room) if room >= CUT_PAGES_MIN else (nodes, None, 0)
             nodes.append(node)
             room -= tree.pages(node)
         return nodes, None, 0
+
+
+def _not_copied(path: list[Node], loss: str) -> bool:
+    """Note why nodes are not copied to L2, and return False."""
+    for node in path:
+        node.loss = loss
+    return False

@@ -26,12 +26,14 @@ from typing import NamedTuple, Unpack
 from ..controller import Acks, HiCacheController
 from ..errors import InvalidInput
 from ..events import EventStream
+from ..ghosts import Kind, Reason
 from ..keys import RadixKey
 from ..radix import Match, Node, RadixTree
 from ..tiers import EnginePages, HostPool, KVPool
 from ..types import NO_PAGES, PageIds
 from .break_even import Route
-from .radix_cache import HiRadixCache
+from .explain import Missed, PromptTokens
+from .radix_cache import HiRadixCache, Reused
 from .tiered import TieredOptions
 
 # A copy that takes longer is stuck. The engine waits for it, as it would for memory.
@@ -84,6 +86,8 @@ class EngineCache(HiRadixCache):
         if not isinstance(device.allocator, EnginePages):
             raise InvalidInput("EngineCache: the pool has no free list of an engine; pass `engine_pages`")
         self._pages = device.allocator
+        # The request whose pages were not loaded last, and why.
+        self._unloaded: tuple[str, Kind] = "", (Reason.NO_ROOM, "")
 
     @property
     def event_stream(self) -> EventStream | None:
@@ -142,6 +146,7 @@ class EngineCache(HiRadixCache):
             return None
         if not self.break_even.decide(Route.LOAD, pages * self.page_size, pages).go:
             self._counters.skipped["load_does_not_pay"] += 1
+            self._unloaded = rid, (Reason.NOT_WORTH, "")
             return 0
         tree.hold_host(node)
         tree.lock(found.device.node)  # its eviction for the pages below it would be in vain
@@ -149,19 +154,43 @@ class EngineCache(HiRadixCache):
         load = self._l1.load_path(tree, node, self._contexts.get(rid))
         tree.unlock(found.device.node)
         tree.release_host(node)
+        self._unloaded = rid, (Reason.NO_ROOM, "")
         return 0 if load is None else pages
 
-    def begin(self, rid: str, key: RadixKey, found: Found, *, priority: int = 0) -> tuple[int, int, int]:
+    def begin(
+        self, rid: str, key: RadixKey, found: Found, *, priority: int = 0, prompt_tokens: int | None = None
+    ) -> PromptTokens:
         """Note that a request begins with the pages of `found`; its prefetch ends. `found.host_pages` are those that
-        were loaded. Return its cached tokens from L1, L2 and storage. REQUIRES: the caller has locked `found.end`."""
+        were loaded. `prompt_tokens` (None: those of `key`) include the tokens that the engine has cut off. Return its
+        account. REQUIRES: the caller has locked `found.end`."""
         self._prefetcher.conclude(rid)
-        self._contexts.pop(rid, None)
-        return self._begun(rid, key, *found.end, found.device_pages, found.host_pages, priority=priority)
+        tokens = key.prompt_tokens if prompt_tokens is None else prompt_tokens
+        account = self._account(rid, tokens, self._contexts.pop(rid, None))
+        reused = Reused(*found.end, found.device_pages, found.host_pages)
+        self._begun(account, key, reused, self._missed(rid, key, found), priority)
+        return account
+
+    def _missed(self, rid: str, key: RadixKey, found: Found) -> Missed:
+        (tree, node), answer, size = found.end, self._prefetcher.answer(rid), self.tree.page_bytes
+        pages, kind = found.device_pages + found.host_pages, (Reason.NO_ROOM, "")
+        if self._device_fault is not None:
+            return Missed(key.pages(self.page_size), node, (Reason.UNAVAILABLE, ""), answer)
+        if key.tokens[pages * size : (pages + 1) * size] in node.children:
+            match = tree.match(key, marks=False)
+            pages, node = match.pages, match.node
+            if self._unloaded[0] == rid:
+                kind = self._unloaded[1]
+            elif (pages - found.device_pages) * self.page_size < self.config.load_back_threshold_tokens:
+                kind = Reason.NOT_WORTH, ""
+            elif self._verifier is not None:
+                kind = Reason.LATE, "verification"
+        return Missed(pages, node, kind, answer)
 
     def end(self, rid: str, completed: str | None = None) -> None:
         """Note that a request has ended, or was preempted: no other waits for its prompt now. If it has `completed`,
         pass the id that `share` got: its hints are carried out."""
         self._queue.leave(rid)
+        self.explainer.end(self.explainer.recent.get(rid))
         if completed is not None:
             self._hints.ends(completed)
 
@@ -191,6 +220,7 @@ class EngineCache(HiRadixCache):
             self._events.session_id = None
         present = inserted.present_pages
         self._pages.take_over(len(pages) - present)
+        self.explainer.wrote(self.explainer.recent.get(rid), (len(pages) - present) * self.page_size)
         end = inserted.node
         self._pins.used(end)
         if not (continues and self._l1.gathers(end)):
@@ -285,3 +315,6 @@ class EngineCache(HiRadixCache):
         """Return `key`: the engine has cut off the tokens that it computes."""
         self.tree.require_fitting(key)
         return key
+
+    def _reusable_pages(self, key: RadixKey) -> int:
+        return key.pages(self.page_size)

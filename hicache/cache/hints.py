@@ -225,10 +225,6 @@ class HintExecutor:
         """True if a request may have hints, or a session waits."""
         return bool(self._requests or self._sessions)
 
-    def waits(self, rid: str) -> bool:
-        """True if hints wait for the end of a request."""
-        return rid in self._requests
-
     def begins(self, rid: str, key: RadixKey, node: Node) -> None:
         """Note that the request of `key` begins with the path to `node`: its session has returned. If it names none, it
         is that of the last node that has one."""

@@ -17,6 +17,8 @@ must compute the last token of a prompt leaves out the page of that token, or lo
 Invariants, verified by `check()` together with those of `TieredCache`: every node is only on L2; the pages of a load
 are on L2 and held; a page of a write is not in a tree and not in another write; a complete write that is not in the
 tree waits for another write with its prefix.
+
+Longer than 500 lines because lookups, loads, writes and the account of a request share its state.
 """
 
 from __future__ import annotations
@@ -32,11 +34,13 @@ from ..arguments import instance, number, whole
 from ..controller import HiCacheController
 from ..errors import InvalidInput, InvariantError
 from ..events import PageBlocks
+from ..ghosts import Kind, Reason
 from ..keys import RadixKey, common_pages
 from ..radix import Match, Node, RadixTree
 from ..tiers import HostPool, PageAllocator
 from ..types import NO_PAGES, PageIds
 from .break_even import Route
+from .explain import Missed, StorageAnswer
 from .statistics import CacheStatistics
 from .tiered import TieredCache, TieredOptions
 
@@ -53,12 +57,28 @@ class HostMatch:
 @dataclass(slots=True, eq=False)
 class _Request:
     """The state of a request until `abort`: its tree, the length that was decided on with the decision, and whether a
-    load failed."""
+    load failed.
+
+    Its prompt has `tokens` tokens, of which the device had `start_page` pages and `own_tokens` of the next one, and L2
+    `pages` up to `node`. It `runs` once it has made progress. It is counted once for each attempt: when its load has
+    ended, or without a load when it is computed or written."""
 
     tree: RadixTree
+    key: RadixKey
+    node: Node
+    tokens: int
     decided_pages: int = 0
     pays: bool = False
     failed: bool = False
+    start_page: int = 0
+    own_tokens: int = 0
+    pages: int = 0
+    unshared: bool = False
+    loads: int = 0  # in flight
+    runs: bool = False
+    counted: bool = False
+    unloaded: Kind = (Reason.NO_ROOM, "")
+    answer: StorageAnswer | None = None  # once its prefetch has ended
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -156,40 +176,50 @@ class HostCache(TieredCache):
         Its prefetch stops; pages that have arrived stay on L2. Loads and writes continue to their ends.
         """
         self._prefetcher.abort(rid)
-        self._contexts.pop(rid, None)
         if self._verifier is not None:
             self._verifier.forget(rid)
-        if self._requests.pop(rid, None) is None:
+        if (request := self._requests.pop(rid, None)) is None:
             self._hints.ends(rid, completed=False)
-        self._end_hints(rid)
+        else:
+            request.counted |= not request.runs
+        self._end_request(rid)
 
     # Loads
 
-    def lookup(self, rid: str, key: RadixKey, start_page: int = 0, *, own_copy: bool = False) -> HostMatch:
+    def lookup(
+        self, rid: str, key: RadixKey, start_page: int = 0, *, own_copy: bool = False, prompt_tokens: int | None = None,
+        own_tokens: int = 0, unshared: bool = False,
+    ) -> HostMatch:
         """Return how many pages of `key` from `start_page` on are on L2; zero if loading them does not pay.
 
         Marks them as used. The prefetch continues until `begin_load`, `begin_write` or `abort`: another lookup may find
         more. Whether a length pays is decided once until the request begins to load, even if it is looked up again; it
         is not decided while another request loads one of the pages; with `own_copy`, that does not matter. After a
-        failed load, it is zero until `abort`.
+        failed load, it is zero until `abort`. For the account of the request: `prompt_tokens` (None: those of `key`),
+        `own_tokens` that the device has of the page at `start_page`, and `unshared`: it will load nothing.
         """
         start_page = whole("start_page", start_page)
         match = self._match(rid, key)
         self._hints.note(rid, key)
         request = self._request(rid, key, match, start_page)
+        request.key, request.node, request.pages, request.start_page = key, match.node, match.pages, start_page
+        request.own_tokens, request.unshared = own_tokens, unshared
+        if prompt_tokens is not None:
+            request.tokens = prompt_tokens
         pages = 0 if request.failed else max(0, match.pages - start_page)
         loading = not own_copy and self._is_loading(rid, match.node, pages)
         pays = pages > 0 and (loading or self._pays(request, pages))
         self._queue.expect(rid, (self._key_pages(key) - start_page - pages * pays) * self.page_size)
         if not pays:
-            self._prefetcher.take_arrived(rid)  # the pages that arrived for it need not be held
+            self._take_arrived(rid, request)  # the pages that arrived for it need not be held
             return HostMatch(0, loading=False)
         if self._verifier is not None and not loading:
             if not self._verifier.prove(rid, key, match, pages):
                 return HostMatch(pages, loading=True)
             pages = self._verifier.loadable(match.node, pages)
+            request.unloaded = Reason.DAMAGED, ""
             if not pages:  # the first page is damaged, so no load begins, and the pages need not be held
-                self._prefetcher.take_arrived(rid)
+                self._take_arrived(rid, request)
         return HostMatch(pages, loading)
 
     def begin_load(self, rid: str, key: RadixKey, start_page: int, end_page: int) -> HostLoad | None:
@@ -214,10 +244,10 @@ class HostCache(TieredCache):
         request.decided_pages = 0
         tree.hold_host(node)
         host_pages = _host_pages(tree, node, pages)
-        self._prefetcher.conclude(rid)
-        arrived, _ = self._prefetcher.take_arrived(rid)
+        arrived = self._conclude(rid, request) - (self.tree.peek(key).host_pages - end_page)  # more has arrived since
+        request.loads, request.counted = request.loads + 1, False
         span = tracing.begin("load", self._contexts.get(rid), pages=pages)
-        load = HostLoad(rid, start_page, host_pages, tree, node, request, min(arrived, pages), span)
+        load = HostLoad(rid, start_page, host_pages, tree, node, request, max(0, min(arrived, pages)), span)
         self._loads.add(load)
         return load
 
@@ -237,14 +267,15 @@ class HostCache(TieredCache):
         pages = len(load.host_pages)
         load._tree.release_host(load._node)
         self._trees.sweep()
+        load._request.loads -= 1
+        load._request.failed |= seconds is None
+        self._count(load.rid, load._request, None if seconds is None else load)
+        self._end_request(load.rid)
         if seconds is None:
-            load._request.failed = True
             self._counters.skipped["load_failed"] += 1
             return
         self._loaded_pages += pages
         self.break_even.observe_transfer(Route.LOAD, pages, seconds)
-        self._counters.hit_tokens["host"] += (pages - load.storage_pages) * self.page_size
-        self._counters.hit_tokens["storage"] += load.storage_pages * self.page_size
 
     # Writes
 
@@ -261,10 +292,11 @@ class HostCache(TieredCache):
         start_page = whole("start_page", start_page)
         end_page = self._key_pages(key)
         tree = self.tree
-        self._prefetcher.conclude(rid)
-        self._prefetcher.take_arrived(rid)
-        if request is not None and request.tree is not tree:
-            return None
+        self._conclude(rid, request)
+        if request is not None:
+            self._count(rid, request)
+            if request.tree is not tree:
+                return None
         self._hints.note(rid, key)
         match = tree.match(key)
         if self._uses is not None:  # pages that another request writes or wrote are also used by this one
@@ -329,15 +361,57 @@ class HostCache(TieredCache):
         """Return the state of a request. Count a new one as a user of its pages on the device and of `match` on L2."""
         request = self._requests.get(rid)
         if request is None:
-            request = self._requests[rid] = _Request(self.tree)
             tokens = self._key_pages(key) * self.page_size
-            self._counters.requests += 1
-            self._counters.prompt_tokens += tokens
-            self._counters.hit_tokens["device"] += min(start_page * self.page_size, tokens)
+            request = self._requests[rid] = _Request(self.tree, key, match.node, tokens)
             self._begins(rid, key, match.node)
             self._l2.reused(match.node)
             self._use(rid, key, max(start_page, match.pages), match, begins=True)
         return request
+
+    def _conclude(self, rid: str, request: _Request | None) -> int:
+        """End the prefetch of a request that begins. Return how many of its pages have arrived."""
+        self._prefetcher.conclude(rid)
+        return self._take_arrived(rid, request)
+
+    def _take_arrived(self, rid: str, request: _Request | None) -> int:
+        """As `Prefetcher.take_arrived`, which forgets what `_count` needs: note it."""
+        if request is not None and (request.answer is None or self._prefetcher.knows(rid)):
+            request.answer = self._prefetcher.answer(rid)
+        return self._prefetcher.take_arrived(rid)[0]
+
+    def record_arrival(self, rid: str, left_tokens: int, *, again: bool = False) -> None:
+        """As in `TieredCache`. A request that waits `again` is a new attempt."""
+        super().record_arrival(rid, left_tokens, again=again)
+        if again and (request := self._requests.get(rid)) is not None:
+            request.counted = request.runs = False
+
+    def record_progress(self, rid: str, left_tokens: int) -> None:
+        """As in `TieredCache`. The request is counted, unless it waits for a load."""
+        super().record_progress(rid, left_tokens)
+        if (request := self._requests.get(rid)) is not None:
+            request.runs = True
+            if not (request.counted or request.loads):
+                self._conclude(rid, request)
+                self._count(rid, request)
+
+    def _count(self, rid: str, request: _Request, load: HostLoad | None = None) -> None:
+        """Count an attempt of a request, with the pages of its `load`; see `_Request`."""
+        if request.counted or request.loads:
+            return
+        request.counted = True
+        loaded, storage = (0, 0) if load is None else (len(load.host_pages), load.storage_pages)
+        device = request.start_page if load is None else load.start_page
+        whole_pages = max(self._key_pages(request.key), device + loaded)
+        kind = (Reason.UNAVAILABLE, "") if request.failed else request.unloaded
+        answer = request.answer or self._prefetcher.answer(rid)
+        own_tokens = request.own_tokens if load is None else 0  # a load copies a whole page, as far as the account says
+        tokens = max(request.tokens, whole_pages * self.page_size)
+        account = self._account(rid, tokens, self._contexts.get(rid))
+        missed = Missed(request.pages, request.node, kind, answer, own_tokens)
+        if request.unshared:
+            missed = missed._replace(pages=whole_pages, kind=(Reason.UNSHARED, ""))
+        hits = device, loaded - storage, storage
+        self.explainer.begin(account, request.key, request.tree, hits, whole_pages, missed)
 
     def _use(self, rid: str, key: RadixKey, pages: int, match: Match, *, begins: bool) -> None:
         """Count a request as a user of `pages` pages of `key`, of which L2 has `match`; store the pages that are now
@@ -355,10 +429,12 @@ class HostCache(TieredCache):
         request.decided_pages, request.pays = pages, False
         if tokens < self.config.load_back_threshold_tokens:
             self._counters.skipped["load_too_short"] += 1
+            request.unloaded = Reason.NOT_WORTH, ""
         elif not self.break_even.decide(Route.LOAD, tokens, pages).go:
             self._counters.skipped["load_does_not_pay"] += 1
+            request.unloaded = Reason.NOT_WORTH, ""
         else:
-            request.pays = True
+            request.pays, request.unloaded = True, (Reason.NO_ROOM, "")
         return request.pays
 
     def _is_loading(self, rid: str, node: Node, pages: int) -> bool:
@@ -413,6 +489,8 @@ class HostCache(TieredCache):
         tree = write._tree
         uses = self._note_uses(write.rid, write._key, write._end_page)
         node, unused = tree.insert_host(write._key, write.start_page, write.host_pages, uses=uses)
+        tokens = (len(write.host_pages) - len(unused)) * self.page_size
+        self.explainer.wrote(self.explainer.recent.get(write.rid), tokens)
         self._end_write(write, unused)
         self._l2.store_path(node, self._saved_hits_min)
         following = [other for other in self._behind(write) if other.start_page <= write._end_page]
@@ -438,11 +516,14 @@ class HostCache(TieredCache):
         del self._writes[write]
         self._l2.commit(len(write.host_pages), unused)
         write._tree.release_host(write._anchor)
-        self._end_hints(write.rid)
+        self._end_request(write.rid)
 
-    def _end_hints(self, rid: str) -> None:
-        """Carry out the hints of a request that has ended, once its writes have."""
-        if self._hints.waits(rid) and rid not in self._requests and all(write.rid != rid for write in self._writes):
+    def _end_request(self, rid: str) -> None:
+        """End the span of a request that has ended, and carry out its hints, once its copies have ended."""
+        copies: list[HostLoad | HostWrite] = [*self._loads, *self._writes]
+        if rid not in self._requests and all(copy.rid != rid for copy in copies):
+            self._contexts.pop(rid, None)
+            self.explainer.end(self.explainer.recent.get(rid))
             self._hints.ends(rid)
 
     def _key_pages(self, key: RadixKey) -> int:

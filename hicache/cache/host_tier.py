@@ -30,6 +30,7 @@ from ..backends.kept import KeptFrames
 from ..controller import HiCacheController, StoreOperation
 from ..errors import InvariantError
 from ..frame import Damage
+from ..ghosts import Reason
 from ..logs import LimitedLog
 from ..radix import Node, RadixTree, may_leave_host, may_lose_copy
 from ..tiers import HostPool
@@ -138,6 +139,8 @@ class HostTier:
         below = [node]
         for part in below if node.device is None else ():
             below.extend(part.children.values())
+        for part in below[1:]:
+            part.loss = node.loss
         leaves = [tree.leave_host(part) for part in reversed(below) if may_leave_host(part) or may_lose_copy(part)]
         if leaves:  # freed at once: freeing them one by one takes as long as all the rest
             self.host.free(np.concatenate(leaves))
@@ -150,7 +153,7 @@ class HostTier:
             damage, "L2: page %s of %s failed verification (%s); it is removed and computed again",
             key.hex()[:8], label or "no label", damage.value,
         )
-        node.proved_until_s = -math.inf
+        node.proved_until_s, node.loss = -math.inf, Reason.DAMAGED.value
         self._damaged[node] = tree
         self.drop_released()
 
@@ -194,8 +197,7 @@ class HostTier:
                 lacking.append(node)
             node = node.parent
         for part in reversed(lacking):
-            if not self.store(part):
-                break  # its descendants would be unreachable without it
+            self.store(part)  # if storage does not take it, its descendants note why
 
     def reused(self, node: Node) -> None:
         """Note the stored runs of the path to `node`, which a new request reuses, for `report_uses`. Hashes nothing."""
@@ -232,13 +234,17 @@ class HostTier:
             return True
         root = node.parent.parent is None
         if not (root or node.parent.stored or node.parent.store_pending):
+            node.loss = node.parent.loss
             return False
         if not self._gate.may(Direction.WRITE):
             self._counters.skipped["store_paused"] += 1
+            node.loss = "paused"
             return False
         if not (node.parent.store_pending or self._pays(node)):
+            node.loss = "not_worth"
             return False
         if not self._controller.takes_store(len(node.host)):
+            node.loss = "queue"
             return False
         tree = self._trees.current
         chain = tree.stored.begin(node)
@@ -296,7 +302,7 @@ class HostTier:
 
     def stored(self, store: StoreOperation) -> None:
         """Handle the end of a store. If a page is missing, its next use tries again."""
-        tree = self._end_store(store, stored=store.stored)
+        tree = self._end_store(store, stored=store.stored, loss="full" if store.rejected else "failed")
         if tree is self._trees.current:
             self._counters.skipped["store_incomplete"] += not store.stored
             # From this rank's result; the ranks then agree whether all may store.
@@ -316,7 +322,7 @@ class HostTier:
         for store in self._releasing(pages):
             if not self._controller.cancel_store(store):
                 break  # a worker has begun it, and all older ones before it
-            self._end_store(store, stored=False)
+            self._end_store(store, stored=False, loss="no_room")
             self._counters.skipped["store_gave_way"] += 1
 
     def _releasing(self, pages: int) -> list[StoreOperation]:
@@ -345,8 +351,11 @@ class HostTier:
                 part = part.parent
         return chosen if pages <= 0 else []
 
-    def _end_store(self, store: StoreOperation, *, stored: bool) -> RadixTree:
+    def _end_store(self, store: StoreOperation, *, stored: bool, loss: str) -> RadixTree:
+        """End a store. `loss` is why the run is not stored, if it is not."""
         tree, node = self._stores.pop(store)
+        for part in () if stored else tree.span(node, store.chain.pages):
+            part.loss = loss
         tree.stored.end(node, store.chain, stored=stored)
         if store.codec is not None and store.complete:
             for part in tree.span(node, store.chain.pages):

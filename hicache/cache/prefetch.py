@@ -50,16 +50,18 @@ from dataclasses import dataclass
 
 from .. import tracing
 from ..arguments import instance
-from ..backends.base import Direction
+from ..backends.base import Direction, GetOutcome
 from ..controller import PREFETCH_S_MAX, HiCacheController, LookupOperation, ReadOperation
 from ..errors import InvariantError
+from ..ghosts import Kind, Reason
 from ..histogram import BOUNDS_S, Histogram
-from ..keys import RadixKey
+from ..keys import RadixKey, common_pages
 from ..radix import Match, Node, RadixTree
 from ..types import PageIds
 from .break_even import Ahead, BreakEven, Decision, Route
 from .chunked_prefetch import PrefetchShare
 from .compute_queue import ComputeQueue
+from .explain import NO_STORAGE, StorageAnswer
 from .host_tier import HostTier
 from .leaders import Leaders, judge, outcome, shares_verdict
 from .prefetch_states import AT_REST, IN_FLIGHT, NOT_AWAITED, WAITING, Fetch, Prefetch, PrefetchTable, State
@@ -77,6 +79,19 @@ LEAD = 2
 FIRST = 8
 AGAIN_S = 1.0
 CHECK_S = AGAIN_S / FIRST
+# Why pages that storage has, or may have, are computed, by the reason of `SKIP_REASONS`.
+_UNREAD = {
+    "prefetch_does_not_pay": (Reason.NOT_WORTH, ""), "prefetch_failed": (Reason.UNAVAILABLE, ""),
+    "prefetch_hit_too_short": (Reason.NOT_WORTH, ""), "prefetch_host_share": (Reason.NO_ROOM, ""),
+    "prefetch_no_host_room": (Reason.NO_ROOM, ""), "prefetch_paused": (Reason.UNAVAILABLE, ""),
+    "prefetch_queued": (Reason.LATE, "queue"), "prefetch_timeout": (Reason.LATE, "read"),
+    "prefetch_unanswered": (Reason.LATE, "lookup"),
+}
+# Why a read has ended before the last page: such a page, or the store.
+_LACKS = {
+    GetOutcome.MISS: (Reason.EVICTED, "storage"), GetOutcome.CORRUPT: (Reason.DAMAGED, ""),
+    None: (Reason.UNAVAILABLE, ""),
+}
 
 
 @dataclass(eq=False, repr=False)
@@ -150,6 +165,7 @@ class Prefetcher:
             prefetch.waits = False
             if prefetch.state is State.NEW:
                 self._rest(prefetch)
+            prefetch.unread = Reason.NOT_WORTH, ""
             return self._skip("prefetch_too_short")
         prefetch.span, prefetch.arrived_pages = tracing.begin("prefetch", context, pages=missing_pages), 0
         prefetch.outcome = ""
@@ -232,9 +248,29 @@ class Prefetcher:
         """End the wait of a request that begins: pages that have not arrived from storage are computed."""
         prefetch = self._table.get(rid)
         if prefetch is not None:
+            prefetch.unread = self._why_unread(prefetch)
             if (reason := self._reason_to_begin(prefetch)) is not None:
                 self._skip(reason, prefetch)
             self._stop(prefetch)
+
+    def knows(self, rid: str) -> bool:
+        """Return True if a request that has not begun has had a prefetch."""
+        return self._table.get(rid) is not None
+
+    def answer(self, rid: str) -> StorageAnswer:
+        """Return what a request that begins knows of its pages in storage. REQUIRES: not yet `take_arrived`."""
+        prefetch = self._table.get(rid)
+        if prefetch is not None:
+            return StorageAnswer(prefetch.found_page, prefetch.is_answered, self._why_unread(prefetch))
+        why = "prefetch_queued" if self._gate.may(Direction.READ) else "prefetch_paused"
+        return StorageAnswer(0, False, _UNREAD[why]) if self._gate.attached else NO_STORAGE
+
+    def _why_unread(self, prefetch: Prefetch) -> Kind:
+        """Return why a request that begins now lacks pages that storage has, or may have."""
+        if (reason := self._reason_to_begin(prefetch)) is not None:
+            return _UNREAD[reason]
+        is_late = prefetch.state not in (*NOT_AWAITED, State.LOOKING_UP)
+        return (Reason.LATE, "read") if is_late else prefetch.unread
 
     def _reason_to_begin(self, prefetch: Prefetch) -> str | None:
         """Return the reason why a request that begins lacks pages of its prefetch; None if it does not."""
@@ -320,7 +356,10 @@ class Prefetcher:
         prefetch = self._operations.pop(found)
         fetch = prefetch.current
         prefetch.again_s = self._controller.time_s() + AGAIN_S
-        self._counters.lookups[outcome(found, fetch.tree.page_size)] += 1
+        self._counters.lookups[result := outcome(found, fetch.tree.page_size)] += 1
+        is_answered = result in {"whole", "part", "miss"}
+        if is_answered or not prefetch.is_answered:  # a second look that fails does not change the first answer
+            prefetch.found_page, prefetch.is_answered = found.start_page + found.pages, is_answered
         if prefetch.state is State.CANCELLED:
             if found.failed:
                 self._note_store(found, works=False)
@@ -341,6 +380,8 @@ class Prefetcher:
             if fetch.taken_pages == 0:  # the lookup may have found more
                 judge(fetch, "prefetch_hit_too_short", fetch.start_page, has_ranks=self._controller.has_ranks)
         self._host.release(read.host_pages[fetch.taken_pages :])
+        if read.lacks is not None or (prefetch.state is State.READING and read.pages < len(read.host_pages)):
+            prefetch.unread = _LACKS[read.lacks]
         if read.failed:
             self._skip("prefetch_failed", prefetch)
             self._note_store(read, works=False)
@@ -434,6 +475,7 @@ class Prefetcher:
         tree = self._trees.current
         match = self.match(tree, prefetch.key)
         if self._lacks(prefetch, match) < self.share.pages_min:
+            prefetch.unread = Reason.NOT_WORTH, ""
             self._rest(prefetch)
             return
         leader = self._leaders.find(prefetch.key, tree, match, prefetch.divergence_end_page)
@@ -466,6 +508,7 @@ class Prefetcher:
     def _lead(self, prefetch: Prefetch, match: Match) -> None:
         tree = self._trees.current
         prefetch.lookups += 1
+        prefetch.promoted_pages = min(prefetch.promoted_pages, match.pages)  # L1 has evicted the others since
         lookup = self._controller.submit_lookup(
             prefetch.key, start_page=match.pages, prior=tree.prior(match.node), call_s=prefetch.limit_s,
             context=tracing.under(prefetch.span),
@@ -572,6 +615,7 @@ class Prefetcher:
 
     def _drop(self, prefetch: Prefetch, found: LookupOperation, reason: str) -> None:
         """End a prefetch without reads."""
+        prefetch.unread = _UNREAD[reason]
         if not prefetch.looks_again:
             self._skip(reason, prefetch)
         judge(prefetch.current, reason, found.start_page + found.pages, has_ranks=self._controller.has_ranks)
@@ -596,6 +640,9 @@ class Prefetcher:
         for follower in list(fetch.followers):
             if fetch.verdict is not None and shares_verdict(follower, prefetch):
                 self._skip(fetch.verdict.reason, follower)
+                common = common_pages(prefetch.key.tokens, follower.key.tokens, 0, fetch.tree.page_bytes)
+                follower.found_page, follower.is_answered = min(prefetch.found_page, common), True
+                follower.unread = prefetch.unread
                 self._rest(follower)
             else:
                 self._table.move(follower, State.QUEUED)
@@ -629,5 +676,5 @@ class Prefetcher:
     def _skip(self, reason: str, prefetch: Prefetch | None = None) -> bool:
         self._counters.skipped[reason] += 1
         if prefetch is not None:
-            prefetch.outcome = reason
+            prefetch.outcome, prefetch.unread = reason, _UNREAD[reason]
         return False

@@ -27,6 +27,7 @@ from typing import Final, NamedTuple
 from .. import tracing
 from ..controller import HiCacheController, Load, LookupOperation, ReadOperation
 from ..errors import InvariantError
+from ..ghosts import Kind, Reason
 from ..keys import RadixKey
 from ..radix import Match, Node, RadixTree
 
@@ -165,6 +166,9 @@ class Prefetch:
 
     `span` lasts from `start` until the prefetch is at rest or CANCELLED; `arrived_pages` and `outcome`, the last
     reason why pages were not read, are for it.
+
+    The last lookup has found the pages before `found_page`; if it `is_answered`, storage lacks the next one. Pages that
+    were found and are missing are so because of `unread`: by default, L2 had no room to keep them.
     """
 
     rid: str
@@ -191,13 +195,17 @@ class Prefetch:
     span: tracing.Span | None = field(default=None, repr=False)
     arrived_pages: int = 0
     outcome: str = ""
+    found_page: int = 0
+    is_answered: bool = False
+    unread: Kind = (Reason.NO_ROOM, "")
 
     def start_again(self, key: RadixKey, arrival: int, limit_s: float, device_pages: int) -> None:
         """Start a prefetch at rest again for `key`, usually a longer prompt. Pages that have arrived stay its own."""
         self.key, self.arrival, self.limit_s, self.device_pages = key, arrival, limit_s, device_pages
         self.waited_s, self.waits, self.asked_s, self.asked_polls = 0.0, True, math.inf, -1
         self.again_s, self.looks_again = math.inf, False
-        self.divergence_end_page = self.lookups = self.reached_page = 0
+        self.divergence_end_page = self.lookups = self.reached_page = self.found_page = 0
+        self.is_answered, self.unread = False, (Reason.NO_ROOM, "")
 
     def count_time(self, now: HiCacheController) -> None:
         """Count the time from the last ask, or from the poll before it, to the last poll. Of several steps one counts:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 import numpy as np
 
@@ -25,11 +25,22 @@ from ..tiers import FailedTransfer, Fence, HostPool, KVPool, PageSource, Trailin
 from ..types import PageIds
 from .break_even import Route
 from .device_tier import DeviceTier, Eviction
+from .explain import Missed, PromptTokens
 from .pins import Pin
 from .requests import RequestKV, RunningRequests, computed_pages, missing_pages, require_beginning
 from .statistics import CacheStatistics, TierStatistics
 from .tiered import TieredCache, TieredOptions
 from .trailing import TrailingTier
+
+
+class Reused(NamedTuple):
+    """The cached pages of a request that begins: the path to `node`, `device_pages` on L1 and then `loaded_pages` that
+    are loaded."""
+
+    tree: RadixTree
+    node: Node
+    device_pages: int
+    loaded_pages: int
 
 
 class HiRadixCache(TieredCache):
@@ -83,6 +94,7 @@ class HiRadixCache(TieredCache):
             return None  # pages that are still being read can arrive until there is room
         self._prefetcher.conclude(rid)
         match = self._match(tree, reusable)
+        there = tree.match(reusable, marks=False) if self._trailing.pools else match
         needed = pages - len(match.device_pages)
         tree.lock(match.node)
         has_room = self._l1.make_room(needed)
@@ -92,7 +104,8 @@ class HiRadixCache(TieredCache):
             tree.unlock(match.node)
             self.caller.refused(rid, self.running, self.device.pages)
             return None
-        node, loaded, load = self._l1.load_back(tree, match, self._contexts.pop(rid, None))
+        context = self._contexts.pop(rid, None)
+        node, loaded, load = self._l1.load_back(tree, match, context)
         tree.move_lock(match.node, node)
         shared = np.concatenate((match.device_pages, loaded)) if len(loaded) else match.device_pages
         own = self._l1.alloc(needed - len(loaded))
@@ -106,10 +119,15 @@ class HiRadixCache(TieredCache):
             return None
         self.running.add(request)
         self.caller.forget_refusals(rid)
-        request.device_hit_tokens, request.host_hit_tokens, request.storage_hit_tokens = self._begun(
-            rid, key, tree, node, len(match.device_pages), len(loaded), priority=priority
-        )
+        answer = self._prefetcher.answer(rid)
+        missed = Missed(there.pages, there.node, self._l1.unloaded, answer, self._continue_turn(request))
+        request.account = self._account(rid, key.prompt_tokens, context)
+        self._begun(request.account, key, Reused(tree, node, len(match.device_pages), len(loaded)), missed, priority)
         return request
+
+    def _continue_turn(self, request: RequestKV) -> int:
+        """Give a request that begins further KV on L1. Return its tokens: none."""
+        return 0
 
     def start_loading(self) -> Transfer | None:
         """Start the loads of this step as one copy. REQUIRES: called once per step, before the forward."""
@@ -164,7 +182,9 @@ class HiRadixCache(TieredCache):
             self._trailing.replace(duplicates, pages[shared : shared + present])
             self._l1.free(duplicates)
             request.pages = np.concatenate((pages, request.pages[full:]))
-        self._l1.request_pages -= full - shared - inserted.present_pages
+        new_pages = full - shared - inserted.present_pages
+        self._l1.request_pages -= new_pages
+        self.explainer.wrote(request.account, new_pages * self.page_size)
         self.tree.move_lock(request.last_node, inserted.node)
         request.last_node, request.shared_pages = inserted.node, full
         request.gathers = len(key) < len(request.key) and self._l1.gathers(inserted.node)
@@ -191,6 +211,7 @@ class HiRadixCache(TieredCache):
             self._l1.cancel_load(request.load)
         self._trees.sweep()
         self.running.end(request)
+        self.explainer.end(request.account)
         self._hints.ends(request.rid, completed=key is not None and request.tree is self.tree)
 
     def insert(self, key: RadixKey, device_pages: PageIds, *, priority: int = 0) -> Inserted:
@@ -203,7 +224,9 @@ class HiRadixCache(TieredCache):
         self.tree.require_fitting(key)
         uses = self._note_uses(None, key, key.pages(self.page_size))
         inserted = self.tree.insert(key, require_pages(device_pages), priority=priority, uses=uses)
-        self._l1.request_pages -= len(device_pages) - inserted.present_pages
+        new_pages = len(device_pages) - inserted.present_pages
+        self._l1.request_pages -= new_pages
+        self.explainer.wrote(None, new_pages * self.page_size)
         self._l1.read(device_pages)
         self._l1.used(inserted.node)
         return inserted
@@ -299,9 +322,12 @@ class HiRadixCache(TieredCache):
     def _reusable(self, key: RadixKey) -> RadixKey:
         """Return the whole pages of `key` that may come from the cache: the last token is always computed."""
         self.tree.require_fitting(key)
-        reusable = (key.prompt_tokens - 1) // self.page_size * self.page_size
+        reusable = self._reusable_pages(key) * self.page_size
         # Lookups use whole pages only, so a partial page need not be cut off, which would copy the key.
         return key if len(key) < reusable + self.page_size else key.head(reusable)
+
+    def _reusable_pages(self, key: RadixKey) -> int:
+        return (key.prompt_tokens - 1) // self.page_size
 
     def _require_service(self) -> None:
         if self._device_fault is not None:
@@ -309,10 +335,10 @@ class HiRadixCache(TieredCache):
         super()._require_service()
 
     def _begun(
-        self, rid: str, key: RadixKey, tree: RadixTree, node: Node, device_pages: int, loaded_pages: int, *,
-        priority: int,
-    ) -> tuple[int, int, int]:
-        """Count a request that begins with the path to `node`. Return its tokens from L1, L2 and storage."""
+        self, account: PromptTokens, key: RadixKey, reused: Reused, missed: Missed, priority: int
+    ) -> None:
+        """Count a request that begins with the pages of `reused`, and complete its account."""
+        rid, (tree, node, device_pages, loaded_pages) = account.rid, reused
         if self._verifier is not None:
             self._verifier.forget(rid)
         pages = device_pages + loaded_pages
@@ -324,15 +350,11 @@ class HiRadixCache(TieredCache):
             self._l1.used(node)
         self._queue.progress(rid, key.prompt_tokens - pages * self.page_size, self.controller.time_s())
         arrived, promoted = self._prefetcher.take_arrived(rid)
-        arrived, promoted = min(loaded_pages, arrived), min(device_pages, promoted)
-        hits = [device_pages - promoted, loaded_pages - arrived, arrived + promoted]
-        counters = self._counters
-        counters.requests += 1
-        counters.prompt_tokens += key.prompt_tokens
-        device, host, storage = (pages * self.page_size for pages in hits)
-        for tier, tokens in (("device", device), ("host", host), ("storage", storage)):
-            counters.hit_tokens[tier] += tokens
-        return device, host, storage
+        arrived += max(0, promoted - device_pages)  # L1 has evicted them since
+        promoted = min(device_pages, promoted)
+        arrived = min(loaded_pages, max(0, arrived - (missed.pages - pages)))  # the last pages that are in memory
+        hits = device_pages - promoted, loaded_pages - arrived, arrived + promoted
+        self.explainer.begin(account, key, tree, hits, self._reusable_pages(key), missed)
 
     def _may_have_room(self, pages: int) -> bool:
         """Return True if L1 may have room for a request. Without running requests it has: nothing else keeps pages for

@@ -18,6 +18,7 @@ from ..keys import RadixKey
 from ..radix import Node, RadixTree
 from ..tiers import KVPool
 from ..types import NO_PAGES, PageIds
+from .explain import PromptTokens
 
 
 @dataclass(slots=True, eq=False)
@@ -25,8 +26,8 @@ class RequestKV:
     """The pages of a request on L1, and its lock on `tree`, the current tree when it began.
 
     `pages` are all its L1 pages in order. The first `shared_pages` belong to the tree and are locked by this request;
-    the remaining ones are its own. `key` is its prompt, and later the shared tokens if these are more. The hit counts
-    are the sources of its prefix, in tokens. The cache identifies the object: a copy is not a request.
+    the remaining ones are its own. `key` is its prompt, and later the shared tokens if these are more. `account`
+    has the sources of its prompt tokens. The cache identifies the object: a copy is not a request.
     """
 
     rid: str
@@ -38,9 +39,7 @@ class RequestKV:
     priority: int = 0
     load: Load | None = None  # the load of its L2 part
     gathers: bool = False  # its last shared pages wait for more of its prompt, to be copied to L2 together
-    device_hit_tokens: int = 0
-    host_hit_tokens: int = 0
-    storage_hit_tokens: int = 0
+    account: PromptTokens | None = None  # its sources, once it has begun
     ended: bool = False
     trailing: list[tuple[int, int]] = field(default_factory=list)  # pages whose slots it holds in each trailing pool
 
@@ -52,9 +51,24 @@ class RequestKV:
         )
 
     @property
+    def device_hit_tokens(self) -> int:
+        """Prompt tokens from L1."""
+        return 0 if self.account is None else self.account.device
+
+    @property
+    def host_hit_tokens(self) -> int:
+        """Prompt tokens from L2."""
+        return 0 if self.account is None else self.account.host
+
+    @property
+    def storage_hit_tokens(self) -> int:
+        """Prompt tokens from storage."""
+        return 0 if self.account is None else self.account.storage
+
+    @property
     def cached_tokens(self) -> int:
         """Leading prompt tokens whose KV need not be computed."""
-        return self.device_hit_tokens + self.host_hit_tokens + self.storage_hit_tokens
+        return 0 if self.account is None else self.account.cached
 
 
 class RunningRequests:

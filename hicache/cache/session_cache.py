@@ -169,12 +169,16 @@ class SessionCache(HiRadixCache):
         while (request := super().begin_request(rid, key, priority=priority)) is None:
             if not self._release_idle(pages - self.peek(key).device_pages, pages, session):
                 return None
-        if session is not None:
-            session.request = request
-            self._counts["turns"] += 1
-            if session.held is not None:
-                self._continue(session, session.held, request)
         return request
+
+    def _continue_turn(self, request: RequestKV) -> int:
+        """As in `HiRadixCache`: the partial page of its session, if it is a turn."""
+        session = self._turns.get(request.rid)
+        if session is None:
+            return 0
+        session.request = request
+        self._counts["turns"] += 1
+        return 0 if session.held is None else self._continue(session, session.held, request)
 
     def extend(self, request: RequestKV, total_tokens: int) -> bool:
         """Make room for KV of `total_tokens` tokens, if necessary from idle sessions. Return False if L1 is still full.
@@ -235,25 +239,25 @@ class SessionCache(HiRadixCache):
             self._close(session, "closed")
         return super().close(timeout_s)
 
-    def _continue(self, session: _Session, held: RequestKV, request: RequestKV) -> None:
-        """Move the partial page of a session to its turn, and free the turn's own page for those tokens."""
+    def _continue(self, session: _Session, held: RequestKV, request: RequestKV) -> int:
+        """Move the partial page of a session to its turn, and free the turn's own page for those tokens. Return their
+        number."""
         self._counts["continued"] += 1
         whole, key = held.shared_pages, held.key
         tail_tokens = len(key) - whole * self.page_size
         if tail_tokens == 0:
-            return
+            return 0
         tail, held.pages = held.pages[whole:], held.pages[:whole]
         held.key = key.head(whole * self.page_size)
         if request.shared_pages > whole:  # the tree already has that page, from another request with these tokens
             self._l1.free(tail)
-            return
+            return 0
         spare = request.pages[whole : whole + 1]
         request.pages = np.concatenate((request.pages[:whole], tail, request.pages[whole + 1 :]))
         self._l1.free(spare)
-        request.device_hit_tokens += tail_tokens
         session.lent = key
         self._counts["tail_tokens"] += tail_tokens
-        self._counters.hit_tokens["device"] += tail_tokens
+        return tail_tokens
 
     def _diverge(self, session: _Session, held: RequestKV, key: RadixKey) -> None:
         """Shorten the partial page of a session to the tokens of the turn before, if `key` continues that; else release

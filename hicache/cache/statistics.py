@@ -9,6 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
+from ..errors import InvariantError
+from ..ghosts import Kind
+
 # Readers of snapshots, such as the exporter, do not need PyTorch.
 if TYPE_CHECKING:
     from ..controller import ControllerStatistics
@@ -62,12 +65,19 @@ class CacheCounters:
     requests: int = 0
     prompt_tokens: int = 0
     hit_tokens: Counter[str] = field(default_factory=Counter)
+    computed_tokens: Counter[Kind] = field(default_factory=Counter)  # by reason and detail
+    written_tokens: int = 0
     evicted_pages: Counter[str] = field(default_factory=Counter)
     verified_pages: Counter[str] = field(default_factory=Counter)
     skipped: dict[str, int] = field(default_factory=lambda: dict.fromkeys(SKIP_REASONS, 0))
     lookups: dict[str, int] = field(default_factory=lambda: dict.fromkeys(LOOKUP_OUTCOMES, 0))
     hints: Counter[tuple[str, str]] = field(default_factory=Counter)  # by action and outcome
     lost_pages: int = 0
+
+    def check(self) -> None:
+        """Raises InvariantError unless each prompt token has one source."""
+        if self.prompt_tokens != self.hit_tokens.total() + self.computed_tokens.total():
+            raise InvariantError(f"tokens: {self.prompt_tokens} of prompts, {self.hit_tokens}, {self.computed_tokens}")
 
     def totals(self) -> dict[str, Any]:
         """Return a copy of all counters, by their names in `CacheStatistics`."""
@@ -99,8 +109,9 @@ NO_TIER = TierStatistics(capacity_pages=0, free_pages=0, cached_pages=0, evictab
 
 @dataclass(frozen=True, slots=True)
 class CacheStatistics:
-    """`hit_tokens` by tier (device, host, storage), `evicted_pages` by tier (device, host). `device` or `host` is
-    `NO_TIER` if the cache does not have that tier.
+    """`prompt_tokens` is the sum of `hit_tokens` by tier (device, host, storage) and `computed_tokens` by reason and
+    detail (`ghosts.KINDS`). `written_tokens` entered the cache, those of outputs included. `evicted_pages` are by tier
+    (device, host). `device` or `host` is `NO_TIER` if the cache does not have that tier.
 
     `skipped` counts, by reason, work that the cache decided not to do or could not do: a slower request, never an
     error. `events` and `publisher` are None if events are not recorded, or not published.
@@ -115,6 +126,8 @@ class CacheStatistics:
     requests: int
     prompt_tokens: int
     hit_tokens: Mapping[str, int]
+    computed_tokens: Mapping[Kind, int]
+    written_tokens: int
     evicted_pages: Mapping[str, int]
     skipped: Mapping[str, int]
     nodes: int

@@ -25,9 +25,11 @@ from ..arguments import instance, number, whole
 from ..backends.base import Direction
 from ..backends.kept import KeptFrames
 from ..backends.storage import Storage
+from ..config.storage import max_age_of
 from ..controller import PREFETCH_S_MAX, Acks, HiCacheController, ReadOperation
 from ..errors import InvalidInput, RankError
 from ..events import EventStream, Publisher
+from ..events.types import Medium
 from ..frame import FrameCodec
 from ..hints import Outcome
 from ..histogram import STEP_BOUNDS_S, Histogram
@@ -36,6 +38,7 @@ from ..radix import NO_HISTORY, RUN_PAGES_MAX, AdaptiveEviction, Node, RadixTree
 from ..tiers import HostPool, PagePool
 from .break_even import BreakEven
 from .compute_queue import ComputeQueue
+from .explain import Explainer, PromptTokens
 from .hints import HintExecutor
 from .host_tier import COPIES_SHARE_MAX, HostTier
 from .mailbox import Mailbox
@@ -119,6 +122,8 @@ class TieredCache:
         self._publisher: Publisher | None = None
         self._stores_on_host = kept is not None and config.storage is None
         self._device_pages = device.capacity
+        self.explainer = Explainer(config.explain.pages, self._counters, max_age_of(config.storage))
+        self.explainer.epoch = weights_epoch
         self._trees = Trees(self._new_tree, device, host)
         self._uses: UseMemory | None = None
         if config.write_policy == "write_through_selective":  # the only policy that counts uses
@@ -159,7 +164,14 @@ class TieredCache:
         )
         tree.stores_on_host = self._stores_on_host
         tree.seals_host = self.config.integrity.verifies_host
+        tree.epoch = self.weights_epoch
+        if self.config.explain.pages:
+            tree.on_left = self._left
         return tree
+
+    def _left(self, tree: RadixTree, node: Node, medium: Medium) -> None:
+        gate = self.controller.gate
+        self.explainer.left(tree, node, medium, has_storage=gate.attached, now_s=self.controller.time_s())
 
     def _new_adaptive(self) -> AdaptiveEviction:
         # L2 holds copies of pages of L1, at most `COPIES_SHARE_MAX` of its pages.
@@ -198,6 +210,7 @@ class TieredCache:
         self._pins.clear()
         self._hints.clear()
         self._prefetcher.cancel_all()
+        self.explainer.cleared(self.tree, self.controller.time_s())
         self._trees.retire()
         if self._l2.kept is not None:
             self._l2.kept.drop()
@@ -212,7 +225,7 @@ class TieredCache:
         self.caller.require()
         epoch = require_epoch(epoch, above=self.weights_epoch)
         self.storage.require_opener()
-        self.weights_epoch = epoch
+        self.weights_epoch = self.explainer.epoch = epoch
         self.clear()
         if self._scrubber is not None and self._host_codec is not None:
             self.controller.host_codec = self._host_codec(epoch)
@@ -376,6 +389,10 @@ class TieredCache:
                 self._hints.trace(rid, context)
         return self._contexts.get(rid)
 
+    def _account(self, rid: str, tokens: int, context: tracing.Context | None) -> PromptTokens:
+        """Return the account of a request that begins, to be completed. `context` is the parent of its span."""
+        return PromptTokens(rid, self.controller.time_s(), tokens, span=tracing.begin("request", context))
+
     def _require_service(self) -> None:
         if self.closed:
             raise InvalidInput("the cache is closed; build a new one")
@@ -412,6 +429,7 @@ class TieredCache:
     def check(self) -> None:
         """Raises InvariantError if a tree, a pool or a count is inconsistent. Visits every node."""
         self.break_even.check()
+        self._counters.check()
         for tree in self._trees.all():
             check_tree(tree)
         self._l2.check()
@@ -462,6 +480,8 @@ class TieredCache:
         if self._scrubber is not None:
             ended &= self._scrubber.close(max(0.0, deadline - clock()))
         self.poll()
+        for account in self.explainer.recent.values():
+            self.explainer.end(account)
         self._unsaved_pages += self.count_unsaved()
         if self._publisher is not None:
             self._publisher.close(max(0.1, deadline - clock()))

@@ -8,32 +8,18 @@ from __future__ import annotations
 import functools
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+from urllib.parse import quote
 
 import click
 from pydantic import BaseModel, ValidationError
 from pydantic_core import to_jsonable_python
 
-from ..admin.models import (
-    PIN_TTL_S,
-    BreakerRequest,
-    ClearRequest,
-    Job,
-    Lookup,
-    LookupRequest,
-    PinRequest,
-    PinStatus,
-    Quota,
-    QuotaRequest,
-    ScrubRequest,
-    Status,
-    StoreRequest,
-    TokenPrefix,
-    WarmRequest,
-)
+from ..admin import models
+from ..admin.advice import advise as advice_on
 from ..backends.base import Direction
 from ..backends.guard import Override
 from ..config.files import open_regular
@@ -119,32 +105,21 @@ def _confirm(yes: bool, question: str) -> None:
 @click.pass_obj
 def status(session: Session) -> None:
     """Show tiers, namespaces, stores and clients."""
-    found = session.client.get("/status", Status)
+    found = session.client.get("/status", models.Status)
     session.show(found, ctl_view.status_lines(found))
 
 
-@ctl.command()
-@click.pass_obj
-def stores(session: Session) -> None:
-    """List the stores of each namespace, with their breakers."""
-    found = session.client.get("/status", Status)
-    session.show(found.stores, ctl_view.store_lines(found))
+def _add_part(part: str, lines: Callable[[models.Status], Iterator[str]], what: str) -> None:
+    @ctl.command(part, help=what)
+    @click.pass_obj
+    def show(session: Session) -> None:
+        found = session.client.get("/status", models.Status)
+        session.show(getattr(found, part), lines(found))
 
 
-@ctl.command()
-@click.pass_obj
-def namespaces(session: Session) -> None:
-    """List the namespaces that engines have opened."""
-    found = session.client.get("/status", Status)
-    session.show(found.namespaces, ctl_view.namespace_lines(found))
-
-
-@ctl.command()
-@click.pass_obj
-def clients(session: Session) -> None:
-    """List the engines whose memory the daemon has mapped."""
-    found = session.client.get("/status", Status)
-    session.show(found.clients, ctl_view.client_lines(found))
+_add_part("stores", ctl_view.store_lines, "List the stores of each namespace, with their breakers.")
+_add_part("namespaces", ctl_view.namespace_lines, "List the namespaces that engines have opened.")
+_add_part("clients", ctl_view.client_lines, "List the engines whose memory the daemon has mapped.")
 
 
 @ctl.command()
@@ -161,19 +136,19 @@ def lookup(
     KEY is a page key of 64 hexadecimal digits, or at least its first 4, for which stores are listed. --tokens selects
     the pages of a prompt prefix; this works only with an engine. Exit code 1 if nothing was found.
     """
-    found = session.client.post("/lookup", _lookup(keys, tokens_file, namespace, timeout), Lookup)
+    found = session.client.post("/lookup", _lookup(keys, tokens_file, namespace, timeout), models.Lookup)
     session.show(found, ctl_view.lookup_lines(found))
     if not any(page.places for page in found.pages):
         raise click.exceptions.Exit(FOUND_EXIT_CODE)
 
 
-def _lookup(keys: tuple[str, ...], tokens_file: Path | None, namespace: str, timeout: float) -> LookupRequest:
+def _lookup(keys: tuple[str, ...], tokens_file: Path | None, namespace: str, timeout: float) -> models.LookupRequest:
     if tokens_file is not None:
-        return _checked(LookupRequest, tokens=_tokens(tokens_file), namespace=namespace, timeout_s=timeout)
+        return _checked(models.LookupRequest, tokens=_tokens(tokens_file), namespace=namespace, timeout_s=timeout)
     pages = _page_keys(keys, digits_min=64 if len(keys) > 1 else 4)
     if len(pages) == 1 and len(pages[0]) < 64:
-        return _checked(LookupRequest, prefix=pages[0], namespace=namespace, timeout_s=timeout)
-    return _checked(LookupRequest, keys=pages, namespace=namespace, timeout_s=timeout)
+        return _checked(models.LookupRequest, prefix=pages[0], namespace=namespace, timeout_s=timeout)
+    return _checked(models.LookupRequest, keys=pages, namespace=namespace, timeout_s=timeout)
 
 
 def _page_keys(keys: tuple[str, ...], digits_min: int = 64) -> list[str]:
@@ -183,6 +158,36 @@ def _page_keys(keys: tuple[str, ...], digits_min: int = 64) -> list[str]:
             shorter = "" if digits_min == 64 else f", or at least the first {digits_min}"
             raise InvalidInput(f"{key[:70]!r} is not a page key; use its 64 hexadecimal digits{shorter}")
     return lower
+
+
+@ctl.command()
+@click.argument("rid", required=False)
+@click.option("--last", type=click.IntRange(1, models.ACCOUNTS_MAX), help="The last N requests.")
+@_TOKENS
+@click.pass_obj
+def explain(session: Session, rid: str | None, last: int | None, tokens_file: Path | None) -> None:
+    """Show which tokens of prompts came from which tier, and why the others were computed.
+
+    RID is the engine's id of a request, --tokens a prompt that comes now. Without them: all of the last hour.
+    """
+    if sum(one is not None for one in (rid, last, tokens_file)) > 1:
+        raise InvalidInput("explain: pass one of RID, --last and --tokens")
+    if tokens_file is not None:
+        found = session.client.post("/v1/explain", _lookup((), tokens_file, "", 5.0), models.Explanation)
+    else:
+        query = f"last={last or 0}" if rid is None else f"rid={quote(rid, safe='')}"
+        found = session.client.get(f"/v1/explain?{query}", models.Explanation)
+    session.show(found, ctl_view.explanation_lines(found, is_list=last is not None))
+
+
+@ctl.command()
+@click.pass_obj
+def advise(session: Session) -> None:
+    """Show the three largest reasons of the last hour for which tokens were computed, each with what to change."""
+    found = session.client.get(f"/v1/explain?last={models.ACCOUNTS_MAX}", models.Explanation)
+    advice = advice_on(found)
+    answer = [cause.model_dump() | {"advice": text} for cause, text in advice]
+    session.show(answer, ctl_view.advice_lines(advice, found.total.tokens))
 
 
 # Memory
@@ -202,7 +207,7 @@ def clear(session: Session, *, where: str | None, store: str | None, namespace: 
     """
     if (where is None) is (store is None):
         raise InvalidInput("clear: pass one of --pool, --store NAME and --all")
-    request = _checked(ClearRequest, namespace=namespace, where="store" if store else where, store=store)
+    request = _checked(models.ClearRequest, namespace=namespace, where="store" if store else where, store=store)
     whose = f"namespaces {namespace}..." if namespace else "ALL namespaces"
     what = f"store {store!r}" if store else {"pool": "memory", "all": "memory and ALL stores"}[where or ""]
     _confirm(yes, f"Remove all pages of {whose} from {what} at {session.client.where}?")
@@ -213,7 +218,7 @@ def clear(session: Session, *, where: str | None, store: str | None, namespace: 
 @click.argument("keys", nargs=-1, metavar="[KEY]...")
 @_TOKENS
 @_NAMESPACE
-@click.option("--ttl", type=DURATION, default=PIN_TTL_S, help="Lifetime, such as 12h; default 1h.")
+@click.option("--ttl", type=DURATION, default=models.PIN_TTL_S, help="Lifetime, such as 12h; default 1h.")
 @click.pass_obj
 def pin(session: Session, keys: tuple[str, ...], tokens_file: Path | None, namespace: str, ttl: float) -> None:
     """Keep a chain in memory: KEYS in the order of the chain (daemon), or a prompt prefix by --tokens (engine).
@@ -221,12 +226,12 @@ def pin(session: Session, keys: tuple[str, ...], tokens_file: Path | None, names
     Without either, list the pins. Only pages that are in memory now are pinned.
     """
     if not keys and tokens_file is None:
-        found = session.client.get("/pins", list[PinStatus])
+        found = session.client.get("/pins", list[models.PinStatus])
         session.show(found, ctl_view.pin_lines(found))
         return
     tokens = None if tokens_file is None else _tokens(tokens_file)
-    request = _checked(PinRequest, namespace=namespace, keys=_page_keys(keys), tokens=tokens, ttl_s=ttl)
-    made = session.client.post("/pins", request, PinStatus)
+    request = _checked(models.PinRequest, namespace=namespace, keys=_page_keys(keys), tokens=tokens, ttl_s=ttl)
+    made = session.client.post("/pins", request, models.PinStatus)
     session.show(made, ctl_view.pin_lines([made]))
     if not made.pages:
         raise click.exceptions.Exit(FOUND_EXIT_CODE)
@@ -305,7 +310,7 @@ def warm(
     prompts = [] if tokens_file is None else [_tokens(tokens_file)]
     if prompts_file is not None:
         prompts = _prompts(prompts_file)
-    request = _checked(WarmRequest, keys=_page_keys(keys), prompts=prompts, **entries)
+    request = _checked(models.WarmRequest, keys=_page_keys(keys), prompts=prompts, **entries)
     job = watch(session.client, "/warm", request, "warming up", background=background)
     show_job(session.client, job, session.as_json)
 
@@ -321,7 +326,7 @@ def attach(session: Session, store: str | None) -> None:
 
     `stores` shows it once it is open; a failed attempt is repeated.
     """
-    session.client.post("/attach", StoreRequest(store=store), type(None))
+    session.client.post("/attach", models.StoreRequest(store=store), type(None))
     session.done(f"attaching {store or 'the configured storage'}")
 
 
@@ -335,7 +340,7 @@ def detach(session: Session, store: str | None, yes: bool) -> None:
     Use it for work on a store that must not be open. STORE may name a single store; for one of several, use bypass.
     """
     _confirm(yes, f"Close the storage at {session.client.where}?")
-    session.client.post("/detach", StoreRequest(store=store), type(None))
+    session.client.post("/detach", models.StoreRequest(store=store), type(None))
     session.done("detached; `hicache ctl attach` opens the storage again")
 
 
@@ -346,7 +351,7 @@ def detach(session: Session, store: str | None, yes: bool) -> None:
 def bypass(session: Session, store: str | None, end: bool) -> None:
     """Stop reads and writes of STORE, or of all stores. The stores stay open."""
     mode = Override.AUTO if end else Override.OFF
-    session.client.put("/breakers", BreakerRequest(store=store, mode=mode))
+    session.client.put("/breakers", models.BreakerRequest(store=store, mode=mode))
     session.done(f"{store or 'all stores'}: {'in use again' if end else 'bypassed; `bypass --end` uses it again'}")
 
 
@@ -359,7 +364,7 @@ def breaker(session: Session, store: str, mode: str, direction: str | None) -> N
     """Force the breaker of STORE (or "all"): `on` allows every call, `off` rejects all, `auto` lets it decide."""
     way = None if direction is None else Direction(direction)
     name = None if store == "all" else store
-    session.client.put("/breakers", BreakerRequest(store=name, direction=way, mode=Override(mode)))
+    session.client.put("/breakers", models.BreakerRequest(store=name, direction=way, mode=Override(mode)))
     session.done(f"{store}, {direction or 'both directions'}: {mode}")
 
 
@@ -374,7 +379,7 @@ def scrub(session: Session, *, store: str | None, rate: int | None, remove: bool
 
     Ctrl-C cancels it and prints the result. Exit code 1 if damage was found, even if it was removed.
     """
-    request = _checked(ScrubRequest, store=store, rate_bytes_per_s=rate, remove=remove)
+    request = _checked(models.ScrubRequest, store=store, rate_bytes_per_s=rate, remove=remove)
     job = watch(session.client, "/scrub", request, "scrubbing", background=background)
     show_job(session.client, job, session.as_json)
 
@@ -392,8 +397,8 @@ def quota(session: Session, namespace: str | None, size: str | None) -> None:
         raise InvalidInput("quota: pass a size too, such as 4GiB, or none")
     if namespace is not None:
         quota_bytes = None if size == "none" else SIZE.convert(size, None, None)
-        session.client.put("/quotas", _checked(QuotaRequest, namespace=namespace, quota_bytes=quota_bytes))
-    found = session.client.get("/quotas", list[Quota])
+        session.client.put("/quotas", _checked(models.QuotaRequest, namespace=namespace, quota_bytes=quota_bytes))
+    found = session.client.get("/quotas", list[models.Quota])
     session.show(found, ctl_view.quota_lines(found))
 
 
@@ -415,7 +420,7 @@ def logs(session: Session, level: str | None) -> None:
 def jobs(session: Session, job: str | None, cancel: bool) -> None:
     """List jobs, or follow JOB until it ends."""
     if job is None:
-        found = session.client.get("/jobs", list[Job])
+        found = session.client.get("/jobs", list[models.Job])
         session.show(found, ctl_view.job_lines(found))
         return
     if not job.isalnum():
@@ -437,12 +442,12 @@ def _checked(kind: type[Request], **entries: Any) -> Request:
         raise InvalidInput("; ".join(problems[:3])) from None
 
 
-def _tokens(path: Path) -> TokenPrefix:
+def _tokens(path: Path) -> models.TokenPrefix:
     """Return the token ids in a file."""
     return _prompt(_read(path), f"--tokens {path}")
 
 
-def _prompts(path: Path) -> list[TokenPrefix]:
+def _prompts(path: Path) -> list[models.TokenPrefix]:
     """Return the prompts in a file, one per line. Raises InvalidInput without any."""
     lines = enumerate(_read(path).splitlines(), 1)
     found = [_prompt(line, f"--prompts {path}, line {number}") for number, line in lines if line.strip()]
@@ -458,10 +463,10 @@ def _read(path: Path) -> bytes:
         return file.read(_TOKENS_FILE_BYTES_MAX)
 
 
-def _prompt(text: bytes, source: str) -> TokenPrefix:
+def _prompt(text: bytes, source: str) -> models.TokenPrefix:
     """Return a prompt of this JSON. Errors do not quote it."""
     try:
         found = json.loads(text)
     except ValueError:
         raise InvalidInput(f"{source}: is not JSON; write a list of token ids") from None
-    return _checked(TokenPrefix, **({"ids": found} if not isinstance(found, dict) else found))
+    return _checked(models.TokenPrefix, **({"ids": found} if not isinstance(found, dict) else found))

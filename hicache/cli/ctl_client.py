@@ -63,7 +63,6 @@ class Address:
         tls = client_tls("ctl", files) if url.scheme == "https" else None
         return Server(url.host, url.port, tls, url.host, "", CONNECT_TIMEOUT_S, TIMEOUT_S)
 
-
     def _socket(self) -> Path:
         config = self._config() if self.socket is None else None
         configured = None if config is None else config.admin.socket or config.daemon.socket

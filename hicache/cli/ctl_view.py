@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ..admin.models import BreakerStatus, Job, Lookup, PinStatus, Quota, Status, StoreStatus
+from ..admin.models import BreakerStatus, Cause, Explanation, Job, Lookup, PinStatus, Quota, Status, StoreStatus
 from ..backends.guard import HealthState, grouped
 from ..hints import Outcome
 from ..units import counted, format_share, format_size
+from .main import printable
 from .progress import format_age
 from .tables import table
 
@@ -57,17 +58,12 @@ def namespace_lines(status: Status) -> Iterator[str]:
             one.namespace[:_SPACE_HEX], format_size(one.pool_bytes), quota, format_share(one.pool_hits, lookups),
             format_share(one.store_hits, lookups), str(one.weights_epoch), one.label,
         ))
-    if not rows:
-        yield "no namespaces are open; engines open them"
-        return
-    yield from table(["namespace", "memory>", "quota>", "memory hits>", "store hits>", "epoch>", "model"], rows)
+    columns = ["namespace", "memory>", "quota>", "memory hits>", "store hits>", "epoch>", "model"]
+    yield from table(columns, rows, "no namespaces are open; engines open them")
 
 
 def store_lines(status: Status) -> Iterator[str]:
     """Yield one line for each store of each namespace."""
-    if not status.stores:
-        yield "no stores are open" if status.configured_stores else "no stores are configured"
-        return
     rows = [
         (one.name, one.namespace[:_SPACE_HEX], "?" if one.pages is None else f"{one.pages:,}",
          "?" if one.bytes is None else format_size(one.bytes),
@@ -75,9 +71,8 @@ def store_lines(status: Status) -> Iterator[str]:
          _breaker(one.read), _writes(one), f"{one.errors:,}", f"{one.damaged:,}")
         for one in status.stores
     ]
-    yield from table(
-        ["store", "namespace", "pages>", "used>", "capacity>", "read", "write", "errors>", "damaged>"], rows
-    )
+    columns = ["store", "namespace", "pages>", "used>", "capacity>", "read", "write", "errors>", "damaged>"]
+    yield from table(columns, rows, f"no stores are {'open' if status.configured_stores else 'configured'}")
 
 
 def _writes(store: StoreStatus) -> str:
@@ -95,14 +90,11 @@ def _breaker(found: BreakerStatus | None) -> str:
 
 def client_lines(status: Status) -> Iterator[str]:
     """Yield one line for each engine on this host."""
-    if not status.clients:
-        yield "no clients with shared memory"
-        return
     rows = [
         (one.name, format_size(one.bytes), f"{one.operations:,}", "alive" if one.is_alive else "gone")
         for one in status.clients
     ]
-    yield from table(["client", "memory>", "in flight>", "process"], rows)
+    yield from table(["client", "memory>", "in flight>", "process"], rows, "no clients with shared memory")
 
 
 def lookup_lines(found: Lookup) -> Iterator[str]:
@@ -111,10 +103,7 @@ def lookup_lines(found: Lookup) -> Iterator[str]:
         (page.key[:_KEY_HEX], page.namespace[:_SPACE_HEX] or "-", ", ".join(page.places) or "nowhere")
         for page in found.pages
     ]
-    if not rows:
-        yield "nothing found"
-    else:
-        yield from table(["page", "namespace", "where"], rows)
+    yield from table(["page", "namespace", "where"], rows, "nothing found")
     if not found.complete:
         yield "not complete: too many pages, or the time was over; use more digits, or a longer --timeout"
     if found.unknown:
@@ -123,17 +112,45 @@ def lookup_lines(found: Lookup) -> Iterator[str]:
 
 def pin_lines(pins: Sequence[PinStatus]) -> Iterator[str]:
     """Yield one line for each pin."""
-    if not pins:
-        yield "no pins"
-        return
-    if not any(one.pages for one in pins):
+    if pins and not any(one.pages for one in pins):
         yield "nothing is pinned: none of these pages is in memory"
         return
     rows = [
         (one.id, one.namespace[:_SPACE_HEX], f"{one.pages:,}", f"{one.asked_pages:,}", format_age(one.expires_in_s))
         for one in pins
     ]
-    yield from table(["pin", "namespace", "pages>", "requested>", "ends in>"], rows)
+    yield from table(["pin", "namespace", "pages>", "requested>", "ends in>"], rows, "no pins")
+
+
+def explanation_lines(found: Explanation, *, is_list: bool) -> Iterator[str]:
+    """Yield one line for each request of a list, or for each source of a single account, in the order of the prompt."""
+    if is_list:
+        rows = [
+            (printable(one.rid), format_age(one.ago_s), f"{one.tokens:,}", f"{one.device:,}", f"{one.host:,}",
+             f"{one.storage:,}", "; ".join(f"{part} {part.tokens:,}" for part in one.computed))
+            for one in found.accounts
+        ]
+        yield from table(["request", "ago>", "tokens>", "L1>", "L2>", "storage>", "computed"], rows, "no requests")
+        return
+    one = (*found.accounts, found.total)[0]
+    sources = [("device", one.device), ("host", one.host), ("storage", one.storage)]
+    sources += [(f"{'computed' if found.unit == 'tokens' else 'missing'}: {why}", why.tokens) for why in one.computed]
+    yield f"{one.tokens:,} {found.unit}, {'the first ' * (one is found.total)}{format_age(one.ago_s)} ago"
+    yield from table(["source", f"{found.unit}>", "share>"],
+                     [(name, f"{count:,}", format_share(count, one.tokens)) for name, count in sources if count])
+    if one.diverged_at is not None:
+        yield f"equals another prompt up to token {one.diverged_at:,}"
+    if one.age_s is not None:
+        yield f"the first missing page left {format_age(one.age_s)} before"
+
+
+def advice_lines(advice: Sequence[tuple[Cause, str]], tokens: int) -> Iterator[str]:
+    """Yield two lines for each reason: its share of all tokens, and what to change."""
+    if not advice:
+        yield "nothing but the ends of prompts was computed in the last hour"
+    for cause, text in advice:
+        yield f"{cause}: {format_share(cause.tokens, tokens)} of {tokens:,}"
+        yield f"  {text}"
 
 
 def outcome_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
@@ -146,26 +163,20 @@ def outcome_lines(outcomes: Sequence[Outcome]) -> Iterator[str]:
 
 def quota_lines(quotas: Sequence[Quota]) -> Iterator[str]:
     """Yield one line for each quota."""
-    if not quotas:
-        yield "no quotas"
-        return
     rows = [
         (one.namespace[:_SPACE_HEX], format_size(one.quota_bytes), format_size(one.pool_bytes),
          format_share(one.pool_bytes, one.quota_bytes))
         for one in quotas
     ]
-    yield from table(["namespace", "quota>", "used>", "share>"], rows)
+    yield from table(["namespace", "quota>", "used>", "share>"], rows, "no quotas")
 
 
 def job_lines(jobs: Sequence[Job]) -> Iterator[str]:
     """Yield one line for each job."""
-    if not jobs:
-        yield "no jobs"
-        return
     rows = [
         (one.id, one.state.value, format_age(one.elapsed_s),
          counted(one.progress.pages, "page") + ("" if one.progress.total is None else f" of {one.progress.total:,}"),
          str(sum(one.progress.damaged.values())), f"{one.progress.removed:,}", one.what)
         for one in jobs
     ]
-    yield from table(["job", "state", "time>", "done>", "damaged>", "removed>", "what"], rows)
+    yield from table(["job", "state", "time>", "done>", "damaged>", "removed>", "what"], rows, "no jobs")

@@ -10,8 +10,10 @@ WIDTH_MIN = 40
 _GAP = "  "
 
 
-def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, width: int | None = None) -> Iterator[str]:
-    """Yield the lines of a table. A column whose name ends in `>` is aligned to the right.
+def table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], empty: str = "", *, width: int | None = None
+) -> Iterator[str]:
+    """Yield the lines of a table, or `empty` without rows. A column whose name ends in `>` is aligned to the right.
 
     `width` is that of the terminal by default, or of the variable COLUMNS. A table that is wider becomes blocks:
     the first column as a heading, and below it each other column on its own line.
@@ -19,6 +21,9 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, width: int |
     names = [name.removesuffix(">") for name in columns]
     right = [name.endswith(">") for name in columns]
     cells = [list(map(str, row)) for row in rows]
+    if empty and not cells:
+        yield empty
+        return
     widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
     most = max(WIDTH_MIN, shutil.get_terminal_size().columns if width is None else width)
     if sum(widths) + len(_GAP) * (len(widths) - 1) > most:

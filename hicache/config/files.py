@@ -12,8 +12,9 @@ from ..errors import ConfigError
 
 # Also `file:name`, as SQLite accepts it.
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*:/|file:", re.IGNORECASE)
-_OTHER_KINDS = {
+OTHER_KINDS = {
     stat.S_IFDIR: "a directory",
+    stat.S_IFLNK: "a symbolic link",
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
@@ -83,6 +84,6 @@ def require_readable(path: str | os.PathLike[str], what: str) -> None:
 
 
 def _require_regular(state: os.stat_result) -> None:
-    kind = _OTHER_KINDS.get(stat.S_IFMT(state.st_mode))
+    kind = OTHER_KINDS.get(stat.S_IFMT(state.st_mode))
     if kind is not None:
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file")

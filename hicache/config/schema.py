@@ -191,6 +191,14 @@ class HintsConfig(Section):
     """The longest time for which a hint pins or retains pages; longer ones are shortened to it."""
 
 
+class ExplainConfig(Section):
+    """Why tokens are computed."""
+
+    pages: Count = Field(default=131_072, ge=0, le=1 << 24)
+    """Evicted pages that are remembered, at about 80 bytes each, so that a later prompt shows that its pages were here.
+    At 0 they count as `new`. More than the host holds is useful only with a larger store."""
+
+
 class RanksConfig(Section):
     """The ranks of one engine, which decide identically."""
 
@@ -272,6 +280,7 @@ class HiCacheConfig(Section):
     """The storage tier (L3). Not set: no storage."""
     sessions: SessionsConfig = SessionsConfig()
     hints: HintsConfig = HintsConfig()
+    explain: ExplainConfig = ExplainConfig()
     ranks: RanksConfig = RanksConfig()
     metrics: MetricsConfig = MetricsConfig()
     logging: LoggingConfig = LoggingConfig()

@@ -6,6 +6,7 @@ name, and may itself be composed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
@@ -198,6 +199,13 @@ def parts_of(options: object) -> Sequence[PartConfig]:
     if isinstance(options, LevelsOptions):
         return options.levels
     return options.parts if isinstance(options, ShardedOptions) else ()
+
+
+def max_age_of(storage: AnyStorage | None) -> float:
+    """Return the age in seconds after which no store has a page; infinite if one keeps pages of any age."""
+    if storage is not None and (parts := parts_of(storage.options)):
+        return max(max_age_of(part.storage) for part in parts)
+    return getattr(storage and storage.options, "max_age", None) or math.inf
 
 
 StorageConfig: TypeAlias = (

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, NamedTuple, TypeVar
 
 from .. import tracing
+from ..backends.base import GetOutcome
 from ..errors import TransferError
 from ..frame import Damage, FrameCodec
 from ..keys import PageChain, RadixKey
@@ -127,6 +128,7 @@ class ReadOperation(_Prefetch):
     host_pages: PageIds
     pages_here: int = 0  # worker: leading pages that are read and verified; never decreases
     seconds: float = 0.0  # worker: time of the backend's calls, without the wait for a worker
+    lacks: GetOutcome | None = None  # worker: MISS or CORRUPT if such a page has ended it
     charged_s: float = 0.0  # worker: its share of that time, which overlapping reads divide among them
 
 
@@ -140,6 +142,7 @@ class StoreOperation(_StorageOperation):
     is_sealed: bool = False  # the frames were sealed before, so they are verified first
     stored_pages: int = 0  # worker: how many pages were not in storage before
     damage: tuple[int, Damage] | None = None  # worker: the first page of `is_sealed` frames that has changed
+    rejected: bool = False  # worker: storage had no room for a page
     complete: bool = False  # worker: the store of this operation, in use or retired, has all pages on this rank
     stored: bool = False  # scheduler, at the end: the storage in use has all pages, on all ranks
 

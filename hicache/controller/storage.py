@@ -262,10 +262,13 @@ class StorageExecutor:
                 prior = keys[-1]
                 lookup.keys += keys
                 lookup.called_s = self._clock()
-                found = storage.backend.batch_exists(keys, deadline=self._deadline(lookup.called_s + lookup.call_s))
+                deadline = self._deadline(lookup.called_s + lookup.call_s)
+                found = storage.backend.batch_exists(keys, deadline=deadline)
                 lookup.called_s = math.inf
                 lookup.hit_pages += found
                 if found < len(keys):
+                    if self._clock() >= deadline:  # then the store may not have answered
+                        del lookup.keys[lookup.hit_pages :]
                     break
             tracing.note(span, hit_pages=lookup.hit_pages)
 
@@ -294,6 +297,7 @@ class StorageExecutor:
                 read.pages_here = start + hits
                 if hits < len(keys):
                     if outcomes[hits] in (GetOutcome.MISS, GetOutcome.CORRUPT):
+                        read.lacks = outcomes[hits]
                         self._note_lost(read.keys[start + hits :])
                     break
             tracing.note(span, hit_pages=read.pages_here, bytes=read.pages_here * self._host.frame_bytes)
@@ -385,6 +389,7 @@ class StorageExecutor:
                 outcomes = storage.backend.batch_set(keys, frames, parent=parent, deadline=deadline)
             store.stored_pages += outcomes.count(SetOutcome.STORED)
             if not all(outcome.is_stored for outcome in outcomes):
+                store.rejected = SetOutcome.REJECTED in outcomes
                 return False
             if store.codec is not None:  # the store has not sealed pages that were present, or that it compresses
                 for key, frame, before in zip(keys, frames, [parent, *keys], strict=False):

@@ -11,30 +11,22 @@ from __future__ import annotations
 import math
 import secrets
 import threading
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from .. import __version__
-from ..admin.models import (
-    ClientStatus,
-    LookupRequest,
-    NamespaceStatus,
-    PinRequest,
-    PinStatus,
-    Quota,
-    Status,
-    TierStatus,
-    TokenPrefix,
-)
+from ..admin import models
 from ..admin.stores import ConfiguredStores, LiveStore
 from ..admin.target import Chain, MemoryPlaces, Places, Warmed
-from ..admin.views import state_of, store_status
+from ..admin.views import causes, state_of, store_status
 from ..admin.work import MATCHES_MAX
 from ..backends.base import Direction
 from ..backends.guard import Override
 from ..backends.storage import named_stores
 from ..background import BackgroundTask
 from ..errors import AdminError, InvalidInput
+from ..ghosts import Kind
 from ..hints import Demote, HintAction, HintsEnvelope, Outcome, OutcomeStatus, Pin, Prefetch, Release, hint_of
 from ..units import SIZE_MAX_BYTES
 from .namespace import ServedNamespace
@@ -80,20 +72,20 @@ class NodeAdmin:
             for name, leaf in named_stores(namespace.store)
         ]
 
-    def status(self) -> Status:
+    def status(self) -> models.Status:
         """See AdminTarget."""
         found = self._node.statistics()
         pool = found.pool
         stores = [store_status(one.namespace, leaf) for one in found.namespaces for leaf in one.stores]
-        return Status(
+        return models.Status(
             kind="daemon", version=__version__, instance=found.instance, state=state_of(found.state.value, stores),
             uptime_s=found.uptime_s, attached=self._node.storage.is_attached,
-            tiers=[TierStatus(
+            tiers=[models.TierStatus(
                 name="pool", capacity_bytes=pool.capacity_bytes, used_bytes=pool.used_bytes,
                 pinned_bytes=pool.pinned_bytes, pages=pool.pages,
             )],
             namespaces=[
-                NamespaceStatus(
+                models.NamespaceStatus(
                     namespace=one.namespace, label=one.label, weights_epoch=one.weights_epoch,
                     pool_bytes=one.pool_bytes, quota_bytes=one.quota_bytes, pool_hits=one.sharing.pool_hits,
                     store_hits=one.sharing.store_hits + one.sharing.shared_reads, misses=one.sharing.misses,
@@ -102,7 +94,7 @@ class NodeAdmin:
             ],
             stores=stores,
             clients=[
-                ClientStatus(name=one.name, bytes=one.pages * one.frame_bytes, operations=one.operations,
+                models.ClientStatus(name=one.name, bytes=one.pages * one.frame_bytes, operations=one.operations,
                              is_alive=one.is_alive)
                 for one in found.clients
             ],
@@ -113,7 +105,7 @@ class NodeAdmin:
             },
         )
 
-    def memory_places(self, request: LookupRequest, deadline: float) -> MemoryPlaces:
+    def memory_places(self, request: models.LookupRequest, deadline: float) -> MemoryPlaces:
         """See AdminTarget."""
         if request.tokens is not None:
             raise AdminError("unsupported", "a daemon does not know tokens: use page keys, or an engine's socket")
@@ -137,6 +129,19 @@ class NodeAdmin:
             raise AdminError("ambiguous", f"{len(found)} namespaces begin with these digits; use more digits")
         return found[0]
 
+    def explain(self, rid: str | None, last: int, prompt: models.LookupRequest | None = None) -> models.Explanation:
+        """See AdminTarget. Has no accounts."""
+        if rid is not None or prompt is not None:
+            raise AdminError("unsupported", "a daemon does not know requests and prompts; use an engine's socket")
+        found = self._node.statistics()
+        sharing, counts = [one.sharing for one in found.namespaces], Counter[Kind]()
+        for one in sharing:
+            counts.update(one.missed)
+        pool, storage = sum(one.pool_hits for one in sharing), sum(one.store_hits + one.shared_reads for one in sharing)
+        pages, computed = pool + storage + sum(one.misses for one in sharing), causes(counts)
+        total = models.Account(ago_s=found.uptime_s, tokens=pages, host=pool, storage=storage, computed=computed)
+        return models.Explanation(unit="pages", total=total)
+
     # Memory
 
     def clear_memory(self, namespace: str) -> int:
@@ -144,11 +149,13 @@ class NodeAdmin:
         return sum(self._node.pool.clear(one.space) for one in self._matching(namespace))
 
     def stores_cleared(self, namespace: str) -> None:
-        """See AdminTarget. Does nothing: a daemon does not cache the content of its stores."""
+        """See AdminTarget. A daemon does not cache the content of its stores."""
+        for one in self._matching(namespace):
+            one.space.accounts.cleared()
 
     def page_keys(self, chain: Chain) -> Sequence[bytes]:
         """See AdminTarget."""
-        if isinstance(chain, TokenPrefix):
+        if isinstance(chain, models.TokenPrefix):
             raise AdminError(
                 "unsupported", "a daemon does not know how engines hash tokens: pass page keys or --top, or use an "
                 "engine's socket",
@@ -175,7 +182,7 @@ class NodeAdmin:
                 after += backend.batch_exists(keys[pages:], deadline=deadline)
         return Warmed(after, max(0, after - pages), page_bytes, not pool.room(found.space))
 
-    def pin(self, request: PinRequest) -> PinStatus:
+    def pin(self, request: models.PinRequest) -> models.PinStatus:
         """See AdminTarget."""
         if request.tokens is not None or not request.keys:
             raise AdminError("invalid", "keys: a daemon does not know tokens; pass page keys")
@@ -200,15 +207,15 @@ class NodeAdmin:
                 raise AdminError("unknown_pin", f"pin {pin[:16]!r} does not exist; list the pins")
             self._end(pin)
 
-    def pins(self) -> Sequence[PinStatus]:
+    def pins(self) -> Sequence[models.PinStatus]:
         """See AdminTarget."""
         with self._lock:
             found = dict(self._pins)
         return [self._pin_status(name, pin) for name, pin in found.items()]
 
-    def _pin_status(self, name: str, pin: _Pin) -> PinStatus:
+    def _pin_status(self, name: str, pin: _Pin) -> models.PinStatus:
         present = sum(self._node.pool.has(pin.namespace.space, pin.keys))
-        return PinStatus(
+        return models.PinStatus(
             id=name, namespace=pin.namespace.digest, pages=min(pin.pages, present), asked_pages=len(pin.keys),
             expires_in_s=max(0.0, pin.expires_s - self.clock()),
         )
@@ -245,7 +252,7 @@ class NodeAdmin:
                 return outcome(OutcomeStatus.REJECTED, "a daemon has no device pages; send it to the engine")
             keys = [bytes.fromhex(key) for key in hint.page_keys]
             if isinstance(hint, Pin):
-                made = self.pin(PinRequest(namespace=hint.namespace, keys=hint.page_keys, ttl_s=hint.ttl_s))
+                made = self.pin(models.PinRequest(namespace=hint.namespace, keys=hint.page_keys, ttl_s=hint.ttl_s))
                 pages, ttl_s = made.pages, hint.ttl_s
             elif isinstance(hint, Prefetch):
                 pages, ttl_s = self.warm(hint.namespace, keys, SIZE_MAX_BYTES).pages, None
@@ -277,11 +284,11 @@ class NodeAdmin:
 
     # Quotas
 
-    def quotas(self) -> Sequence[Quota]:
+    def quotas(self) -> Sequence[models.Quota]:
         """See AdminTarget."""
         spaces = {namespace.digest: namespace.space for namespace in self._node.namespaces()}
         return [
-            Quota(
+            models.Quota(
                 namespace=digest, quota_bytes=quota_bytes,
                 pool_bytes=self._node.pool.space_bytes(spaces[digest]) if digest in spaces else 0,
             )

@@ -128,8 +128,5 @@ class Flights(Generic[Answer]):
 
     def detach(self, keys: Sequence[bytes] | None) -> None:
         """Stop calls from joining the flights of these pages (None: all), because their bytes may be stale."""
-        if keys is None:
-            self._flights.clear()
-        else:
-            for key in keys:
-                self._flights.pop(key, None)
+        for key in list(self._flights) if keys is None else keys:
+            self._flights.pop(key, None)

@@ -44,7 +44,7 @@ _PAGE_FILES = frozenset({"", "page.css", "page.js"})
 _VERBS = frozenset({"exists", "has", "get", "set", "read", "write", "delete", "clear", "touch", "usage"})
 # The operations that name the memory of an engine on this host.
 _OF_MEMORY = frozenset({"attach", "detach", "get", "set"})
-_ADMIN = "/v1/admin/"
+_ADMIN = ("/v1/admin/", "/v1/hints", "/v1/explain")
 _NO_TOKEN = "token: is missing or wrong; send `Authorization: Bearer TOKEN` (token_file or token_env of an engine)"
 _NO_ACCESS = "token: this daemon has none, so pages need its Unix socket; use that, or set daemon.token_file"
 _FOREIGN_HOST = (
@@ -72,7 +72,7 @@ def operation_of(method: str, path: str) -> str:
         return parts[3] if len(parts) == 4 and parts[3] in _VERBS else "other"
     if what == "memory":
         return "detach" if method == "DELETE" else "attach"
-    return "admin" if what == "admin" else "other"
+    return "admin" if what in {"admin", "hints", "explain"} else "other"
 
 
 class Gate:

@@ -25,7 +25,7 @@ from ..backends.base import SetOutcome
 from ..clock import SYSTEM_CLOCK, Clock
 from .statistics import NamespaceStatistics, NodeStatistics
 
-# Seconds between two samples: a short outage shows, and an hour needs about 70 KB.
+# Seconds between two samples: a short outage shows, and an hour needs about 90 KB.
 SAMPLE_S = 5.0
 KEPT_S = 3600.0
 SAMPLES_MAX = int(KEPT_S / SAMPLE_S)
@@ -48,7 +48,8 @@ class FaultKind(enum.StrEnum):
 class Sample(NamedTuple):
     """The counts of the `seconds` before `time` (wall clock), and the state at its end.
 
-    It counts pages by their source, and bytes between daemon and engines, then between daemon and stores.
+    It counts pages by their source, and bytes between daemon and engines, then between daemon and stores. `missed` are
+    the missed pages by reason, with the detail after a slash.
     """
 
     time: float
@@ -63,6 +64,7 @@ class Sample(NamedTuple):
     store_written_bytes: int
     pool_used_bytes: int
     requests_in_flight: int
+    missed: dict[str, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -163,7 +165,8 @@ def _of_namespace(namespace: NamespaceStatistics) -> Iterator[tuple[tuple[str, .
     yield ("pool", name), sharing.pool_hits
     yield ("shared", name), sharing.shared_reads
     yield ("store", name), sharing.store_hits
-    yield ("missed", name), sharing.misses
+    for kind, pages in sharing.missed.items():
+        yield ("missed", name, "/".join(filter(None, kind))), pages
     yield ("sent", name), namespace.backend.read_bytes
     yield ("received", name), namespace.backend.written_bytes
     for store in namespace.stores:
@@ -191,19 +194,17 @@ def _reason(statistics: NodeStatistics, label: str, name: str, direction: str) -
 
 
 def _gained(before: _Totals, after: _Totals) -> _Totals:
-    gained: _Totals = Counter()
-    for place, value in after.items():
-        known = before[place]
-        if value != known:
-            gained[place] = value - known if value > known else value
-    return gained
+    changed = {place: value for place, value in after.items() if value != before[place]}
+    return Counter({place: value - (before[place] if value > before[place] else 0) for place, value in changed.items()})
 
 
 def _sample(statistics: NodeStatistics, gained: _Totals, time_s: float, seconds: float) -> Sample:
-    sums: Counter[str] = Counter()
-    for (name, *_), value in gained.items():
+    sums, missed = Counter[str](), Counter[str]()
+    for (name, *place), value in gained.items():
         sums[name] += value
+        if name == "missed":
+            missed[place[1]] += value
     return Sample(
         time_s, seconds, sums["pool"], sums["shared"], sums["store"], sums["missed"], sums["sent"], sums["received"],
-        sums["read"], sums["written"], statistics.pool.used_bytes, statistics.in_flight_requests,
+        sums["read"], sums["written"], statistics.pool.used_bytes, statistics.in_flight_requests, dict(missed),
     )

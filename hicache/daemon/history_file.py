@@ -101,7 +101,8 @@ def _parsed(content: bytes) -> _Saved:
         saved = _Saved.model_validate_json(content)
     except ValidationError as error:
         raise ValueError("it is damaged, or of another version") from error
-    values = (*(value for row in saved.rows for value in row), *(fault.count for fault in saved.faults))
+    numbers = (value for row in saved.rows for value in (*row[:-1], *row.missed.values()))
+    values = (*numbers, *(fault.count for fault in saved.faults))
     if saved.columns != list(Sample._fields) or min(values, default=0) < 0:
         raise ValueError("it is of another version, or not a history")
     return saved

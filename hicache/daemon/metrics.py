@@ -12,6 +12,7 @@ from collections.abc import Callable
 from prometheus_client.registry import Collector
 
 from ..backends.base import GetOutcome, SetOutcome
+from ..ghosts import KINDS
 from ..histogram import BOUNDS_S, Histogram
 from ..metrics.spec import MetricSpec, SnapshotCollector, Table, Values
 from ..metrics.stores import STORE_METRICS, copy_metrics, with_zeros
@@ -93,6 +94,9 @@ NAMESPACE_METRICS: tuple[MetricSpec[NamespaceStatistics], ...] = (
                           "shared_read": s.sharing.shared_reads, "miss": s.sharing.misses},
                "pool: the daemon's gain over the store. shared_read: requested by two engines at once, read once. "
                "miss: not found, or read in vain."),
+    MetricSpec("daemon_missed_pages_total", "Pages that were looked up or read and not found, by reason.",
+               ("reason", "detail"), lambda s: {**dict.fromkeys(KINDS, 0), **s.sharing.missed},
+               "Their sum is the misses of daemon_pages_total. docs/daemon.md has the reasons and what to do."),
     MetricSpec("daemon_shared_writes_total", "Pages not written because another engine was writing them.", (),
                lambda s: s.sharing.shared_writes, "Writes that sharing saved."),
     MetricSpec("daemon_get_pages_total", "Pages that engines requested, by outcome.", ("outcome",),

@@ -27,8 +27,10 @@ from ..backends.registry import check_backend
 from ..clock import SYSTEM_CLOCK, Clock
 from ..config import HiCacheConfig
 from ..config.daemon import DaemonConfig
+from ..config.storage import max_age_of
 from ..errors import ConfigError, HiCacheError, InvalidInput
 from ..frame import FrameCodec
+from ..ghosts import PageAccounts
 from ..host_memory import RESERVE_BYTES, host_memory, resolve, shortage
 from ..units import format_size
 from .attachment import Attachment
@@ -85,7 +87,8 @@ class Node:
             check_backend(spec.type, spec.options)
         pool_bytes = pool_bytes_of(config.daemon)
         try:
-            self.pool = DaemonPool(pool_bytes, is_adaptive=config.daemon.eviction_policy == "adaptive")
+            accounts = PageAccounts(config.explain.pages, max_age_of(config.storage), clock)
+            self.pool = DaemonPool(pool_bytes, accounts, is_adaptive=config.daemon.eviction_policy == "adaptive")
         except OSError as error:
             size = format_size(pool_bytes)
             raise ConfigError(f"daemon.pool: cannot allocate {size}: {error.strerror}; use a smaller size") from error

@@ -21,7 +21,7 @@ the uses of each show which policy is best. But the least recently used page sti
 page, so that a namespace does not lose memory to kept pages of another one.
 
 Locking design: one lock per pool guards all fields of the pool and its spaces. It is held for operations on
-dictionaries, never while bytes are copied; nothing else is locked while it is held.
+dictionaries, never while bytes are copied; only the lock of the accounts of missed pages is taken while it is held.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ from ..backends.order import AdaptivePages, EvictionOrder
 from ..errors import InvalidInput, InvariantError
 from ..frame import HEADER_BYTES, NO_PARENT, PageView
 from ..frame.header import PARENT
+from ..ghosts import Kind, PageAccounts, Reason
 from .hot import Hits, HotPrefixes
 from .statistics import HotPrefix, PoolStatistics
 from .units import Extent, UnitMemory
@@ -52,7 +53,8 @@ PINNED_SHARE_MAX = 0.5
 
 @dataclass(slots=True, eq=False)
 class PooledPage:
-    """One page in the pool. `buffers` are its header and payload in pieces; the first piece contains the header."""
+    """One page in the pool. `buffers` are its header and payload in pieces; the first piece contains the header. `loss`
+    is why it will be missed after its eviction; None: a store has it."""
 
     key: bytes
     extents: list[Extent]
@@ -61,6 +63,7 @@ class PooledPage:
     holders: int = 0
     is_listed: bool = False
     is_pinned: bool = False
+    loss: Kind | None = (Reason.EVICTED, "host")
     hits: Hits = field(default_factory=Hits)
 
     def view(self) -> PageView:
@@ -74,7 +77,7 @@ class PoolSpace:
     """The pages of one namespace in one pool. Created by `DaemonPool.open`; its methods are the pool's.
 
     `page_bytes` are header and payload. `deletions` counts the starts and ends of deletions: a page that was read or
-    written before one of them does not enter after it.
+    written before one of them does not enter after it. Any thread reads it, for `reserve`, before it reads a page.
     """
 
     namespace: bytes
@@ -82,6 +85,7 @@ class PoolSpace:
     page_bytes: int
     units: int
     order: EvictionOrder
+    accounts: PageAccounts
     quota_bytes: int | None = None
     openings: int = 1
     used_units: int = 0
@@ -93,13 +97,17 @@ class PoolSpace:
 class DaemonPool:
     """Memory for pages of `capacity_bytes`, allocated and touched at once; 0 for an empty pool. Thread-safe.
 
-    `is_adaptive` evicts pages last that a tournament keeps. The constructor blocks while the memory is touched, about a
-    quarter of a second per GiB. Raises OSError if the allocation fails, InvalidInput for a negative capacity.
+    `is_adaptive` evicts pages last that a tournament keeps. Each namespace counts missed pages in a part of `accounts`.
+    The constructor blocks while the memory is touched, about a quarter of a second per GiB. Raises OSError if the
+    allocation fails, InvalidInput for a negative capacity.
 
     Invariant, verified by `check`: each unit is free or belongs to one page that is listed, held or being filled.
     """
 
-    def __init__(self, capacity_bytes: int, *, unit_bytes: int = UNIT_BYTES, is_adaptive: bool = False) -> None:
+    def __init__(
+        self, capacity_bytes: int, accounts: PageAccounts | None = None, *, unit_bytes: int = UNIT_BYTES,
+        is_adaptive: bool = False,
+    ) -> None:
         if capacity_bytes < 0 or unit_bytes < HEADER_BYTES:
             raise InvalidInput(f"pool: {capacity_bytes} bytes in units of {unit_bytes} is not a valid pool")
         self.capacity_bytes = capacity_bytes // unit_bytes * unit_bytes
@@ -107,6 +115,7 @@ class DaemonPool:
         self._memory = UnitMemory(capacity_bytes // unit_bytes, unit_bytes)
         self._clock = itertools.count()
         self._is_adaptive = is_adaptive
+        self._accounts = accounts or PageAccounts(_ASKED_MAX)
         self._adaptive: AdaptivePages | None = None  # known with the first namespace, whose pages have a size
         self._spaces: dict[bytes, PoolSpace] = {}
         self._unlisted: set[PooledPage] = set()  # being filled, or removed and held
@@ -132,7 +141,8 @@ class DaemonPool:
                 if self._is_adaptive and self._adaptive is None:
                     self._adaptive = AdaptivePages(self._memory.units // units)
                 adaptive = self._adaptive and self._adaptive.of(namespace)
-                space = PoolSpace(namespace, label, page_bytes, units, EvictionOrder(self._clock, adaptive))
+                order, accounts = EvictionOrder(self._clock, adaptive), self._accounts.part(namespace)
+                space = PoolSpace(namespace, label, page_bytes, units, order, accounts)
                 self._spaces[namespace] = space
             elif space.page_bytes != page_bytes:
                 raise InvalidInput(
@@ -158,22 +168,14 @@ class DaemonPool:
         ones: these count, and are evicted later."""
         with self._lock:
             space.quota_bytes = quota_bytes
-            self._evict_own(space, 0, self._now())
+            self._evict_own(space, 0, next(self._clock))
 
     # Pages that enter
 
     def now(self) -> int:
         """Return the start of a batch, for `reserve`."""
         with self._lock:
-            return self._now()
-
-    def _now(self) -> int:
-        return next(self._clock)
-
-    def deletions(self, space: PoolSpace) -> int:
-        """Return the count of deletions for `reserve`; call it before the page is read."""
-        with self._lock:
-            return space.deletions
+            return next(self._clock)
 
     def reserve(
         self, space: PoolSpace, key: bytes, *, since: int, deletions: int, is_wanted: bool = False
@@ -186,9 +188,8 @@ class DaemonPool:
             if key in space.pages or not self._may_enter(space, deletions):
                 return None
             has_room = self._memory.free >= space.units and self._left(space) >= space.units
-            if not has_room and not is_wanted and not self._is_asked_again(space, key):
-                return None
-            if not has_room and not self._make_room(space, since):
+            may_evict = has_room or is_wanted or self._is_asked_again(space, key)
+            if not has_room and not (may_evict and self._make_room(space, since)):
                 return None
             extents = self._memory.take(space.units)
             space.used_units += space.units
@@ -254,6 +255,7 @@ class DaemonPool:
             page = space.pages[key]
             if not page.holders and not page.is_pinned:
                 self._drop(space, page)
+                space.accounts.left([key], page.loss)
                 self._evicted += 1
                 return True
             space.order.use([page.key])  # it stays, as if it was just used
@@ -363,10 +365,7 @@ class DaemonPool:
         of them are pinned now."""
         with self._lock:
             pinned = 0
-            for key in keys:
-                page = space.pages.get(key)
-                if page is None:
-                    continue
+            for page in filter(None, map(space.pages.get, keys)):
                 if not page.is_pinned and self._pinned_units + space.units <= PINNED_SHARE_MAX * self._memory.units:
                     page.is_pinned = True
                     self._pinned_units += space.units
@@ -382,9 +381,8 @@ class DaemonPool:
             return len(pages)
 
     def _unpin(self, space: PoolSpace, page: PooledPage) -> None:
-        if page.is_pinned:
-            page.is_pinned = False
-            self._pinned_units -= space.units
+        self._pinned_units -= space.units * page.is_pinned
+        page.is_pinned = False
 
     # Pages that leave
 
@@ -398,6 +396,7 @@ class DaemonPool:
             there = set(space.pages) if keys is None else space.pages.keys() & set(keys)
             for key in there:
                 self._drop(space, space.pages[key])
+        space.accounts.left([*there] if keys is None else keys, (Reason.EVICTED, "cleared"))
         try:
             yield there
         finally:
@@ -427,7 +426,16 @@ class DaemonPool:
             pages = [page for key in dict.fromkeys(keys) if (page := space.pages.get(key)) and not page.is_pinned]
             for page in pages:
                 self._drop(space, page)
+                space.accounts.left([page.key], page.loss)
             return len(pages)
+
+    def losing(self, space: PoolSpace, key: bytes, loss: Kind | None) -> None:
+        """Record the `loss` of a page, in the pool or not."""
+        with self._lock:
+            if (page := space.pages.get(key)) is not None:
+                page.loss = loss
+            else:
+                space.accounts.left([key], loss)
 
     def _give_back(self, space: PoolSpace, page: PooledPage) -> None:
         page.buffers = []
@@ -451,10 +459,8 @@ class DaemonPool:
     def usage(self, space: PoolSpace, frame_bytes: int) -> Usage:
         """Return the pages of a namespace, as frames of `frame_bytes`."""
         with self._lock:
-            capacity_bytes = self.capacity_bytes
-            if space.quota_bytes is not None:
-                capacity_bytes = min(capacity_bytes, space.quota_bytes)
-            return Usage(len(space.pages), len(space.pages) * frame_bytes, capacity_bytes)
+            limits = [self.capacity_bytes, *([] if space.quota_bytes is None else [space.quota_bytes])]
+            return Usage(len(space.pages), len(space.pages) * frame_bytes, min(limits))
 
     def space_bytes(self, space: PoolSpace) -> int:
         """Return the bytes of a namespace, including those of pages that are entering or leaving."""

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from ..backends.base import BackendStatistics
+from ..backends.base import BackendStatistics, EvictionListener
 from ..backends.slot import Entry, Overrides, Slot
 from ..backends.storage import Storage
 from ..clock import SYSTEM_CLOCK, Clock
@@ -23,11 +23,13 @@ from .flights import Arrival, Flights
 
 @dataclass(slots=True, eq=False)
 class Attached:
-    """A store or none, and the pages that its calls move. Calls of one store never wait for those of another."""
+    """A store or none, and the pages that its calls move. Calls of one store never wait for those of another. Each call
+    has a copy, for the errors of the store."""
 
     backend: Storage | None
     reads: Flights[Arrival] = field(default_factory=Flights)
     writes: Flights[bool] = field(default_factory=Flights)
+    errors: list[str] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +50,7 @@ class SharedSlot(Slot[SharedEntry]):
             self._make_entry, name=f"namespace {codec.namespace.hex()[:8]}: its store", user="it",
             overrides=overrides, log=log, changed=changed, clock=clock,
         )
+        self.on_evicted: EvictionListener = lambda keys: None  # of the stores that are opened from now on
         self._codec = codec
         self._totals = threading.Lock()
         self._entered: list[SharedEntry] = []  # all stores whose counts are not in `_ended`
@@ -57,6 +60,7 @@ class SharedSlot(Slot[SharedEntry]):
         ours = self._codec.namespace, self._codec.payload_bytes
         if (backend.codec.namespace, backend.codec.payload_bytes) != ours:
             raise InvalidInput("shared store: the inner store has another namespace or page size")
+        backend.watch_evictions(self.on_evicted)
         entry = SharedEntry(backend, Attached(backend))
         with self._totals:
             self._entered.append(entry)
@@ -76,10 +80,8 @@ class SharedSlot(Slot[SharedEntry]):
 
 
 def _sum(found: BackendStatistics, more: BackendStatistics) -> BackendStatistics:
-    errors, corrupt = Counter(found.errors), Counter(found.corrupt)
-    errors.update(more.errors)
-    corrupt.update(more.corrupt)
     return replace(
-        found, errors=dict(errors), corrupt=dict(corrupt), evicted_pages=found.evicted_pages + more.evicted_pages,
-        expired_pages=found.expired_pages + more.expired_pages,
+        found, errors=dict(Counter(found.errors) + Counter(more.errors)),
+        corrupt=dict(Counter(found.corrupt) + Counter(more.corrupt)),
+        evicted_pages=found.evicted_pages + more.evicted_pages, expired_pages=found.expired_pages + more.expired_pages,
     )

@@ -8,7 +8,7 @@ pool does not have and that cannot be read from the store is a MISS. A page ente
 before the store gets it, in place of the least recently used pages if necessary. STORED and PRESENT mean that the pool
 or the store has taken the page; it survives the daemon only if the store took it. A page that neither has room for is
 REJECTED. Failures of the store are in the statistics of the store, and callers do not see them, except for those of
-removals: the page may come back.
+removals: the page may come back. Each page that a lookup or a read did not get is counted by the reason.
 
 Without a pool (capacity 0) all outcomes and errors are those of the store; while a wanted store is not open, each call
 fails with `unavailable`. Without both, nothing is stored. A deleted page leaves the pool first, and calls in flight do
@@ -24,12 +24,14 @@ import contextlib
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from .. import tracing
 from ..backends.base import BackendStatistics, Direction, GetOutcome, SetOutcome, Usage
 from ..backends.calls import Call, Calls, Verb, parent_outside, parents_of, runs
 from ..backends.compose.levels import interleaved_prefix
 from ..backends.errors import ErrorKind, StoreError
+from ..backends.missed import DAMAGED, answer_of, loss_of
 from ..backends.storage import Storage, StoreGroup
 from ..backends.store import Store
 from ..clock import SYSTEM_CLOCK, Clock
@@ -54,12 +56,14 @@ class SharedStore(StoreGroup):
         super().__init__(codec, self._counted)
         self._clock = clock
         self.slot = slot or SharedSlot(codec, clock=clock)
-        if inner is not None:
-            self.slot.start(inner)
-        self._alone = Attached(None)  # while no store is open
+        self._alone, self._had_store = Attached(None), False  # while no store is open
         self.pages = VerifiedPages(codec, pool, label)
         self._pool = pool
         self._space = self.pages.space
+        self._accounts = self._space.accounts
+        self.slot.on_evicted = self._accounts.evicted
+        if inner is not None:
+            self.slot.start(inner)
         self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
 
@@ -75,9 +79,10 @@ class SharedStore(StoreGroup):
 
     def sharing(self) -> SharingStatistics:
         """Return the sources of readers' pages. Does not block."""
+        missed, names = self._accounts.counts(), ("pool_hits", "store_hits", "shared_reads", "shared_writes")
         with self._lock:
-            names = ("pool_hits", "store_hits", "misses", "shared_reads", "shared_writes")
-            return SharingStatistics(**{name: self._counts[name] for name in names})
+            counts = {name: self._counts[name] for name in names}
+        return SharingStatistics(**counts, misses=sum(missed.values()), missed=missed)
 
     @property
     def stands_in(self) -> bool:
@@ -85,23 +90,22 @@ class SharedStore(StoreGroup):
         return self._pool.capacity_bytes > 0
 
     @contextlib.contextmanager
-    def _using(self) -> Iterator[Attached]:
-        """Yield the store for one call, which keeps it even if it is replaced. Raises StoreError if there is neither a
-        pool nor the wanted store."""
+    def _using(self, report: list[str] | None = None) -> Iterator[Attached]:
+        """Yield the store for one call, which keeps it even if it is replaced. `report` gets the errors of the store,
+        unless the pool stands in for it. Raises StoreError if there is neither a pool nor the wanted store."""
         entry = self.slot.enter()
         if entry is None:
             if self.slot.is_awaited and not self.stands_in:
                 raise StoreError(ErrorKind.UNAVAILABLE, "the store is not open yet")
-            yield self._alone
+            yield replace(self._alone, errors=["guard_open"] * (self._had_store or self.slot.is_awaited))
             return
+        self._had_store, attached = True, replace(entry.attached, errors=[])
         try:
-            yield entry.attached
+            yield attached
         finally:
             self.slot.leave(entry)
-
-    def _report(self, call: Call) -> list[str] | None:
-        """Return the list for errors of the store: the caller's, unless the pool stands in for the store."""
-        return None if self.stands_in else call.report
+            if report is not None and not self.stands_in:
+                report += attached.errors
 
     def _tally(self, **pages: int) -> None:
         with self._lock:
@@ -111,28 +115,30 @@ class SharedStore(StoreGroup):
 
     def _exists(self, call: Call, keys: Sequence[bytes]) -> int:
         """See Verbs. A page counts if the pool or the store has it. The pages behind the prefix are misses."""
-        there, report = [*self._pool.has(self._space, keys), False], self._report(call)
-        with self._using() as attached, tracing.span("pool.exists", pages=len(keys)) as span:
+        there = [*self._pool.has(self._space, keys), False]
+        with self._using(call.report) as attached, tracing.span("pool.exists", pages=len(keys)) as span:
             looks = [lambda found: there.index(False, found) - found]
-            inner = attached.backend
+            inner, report = attached.backend, attached.errors
             if inner is not None:
                 looks.append(lambda found: inner.batch_exists(keys[found:], deadline=call.deadline, errors=report))
             found = interleaved_prefix(len(keys), looks)
             tracing.note(span, hit_pages=found)
-        self._tally(misses=len(keys) - found)
+        pooled = {key for key, is_there in zip(keys, there, strict=False) if is_there}
+        self._accounts.missing(keys[found:], answer_of(attached.errors, "lookup"), pooled)
         return found
 
     def _has(self, call: Call, keys: Sequence[bytes]) -> list[bool]:
         """See Verbs. A page counts if the pool or the store has it. The other pages are misses."""
         found = self._pool.has(self._space, keys)
         missing = [position for position, there in enumerate(found) if not there]
-        with self._using() as attached:
+        with self._using(call.report) as attached:
             if missing and attached.backend is not None:
-                asked, report = [keys[p] for p in missing], self._report(call)
-                answers = attached.backend.batch_has(asked, deadline=call.deadline, errors=report)
+                asked = [keys[p] for p in missing]
+                answers = attached.backend.batch_has(asked, deadline=call.deadline, errors=attached.errors)
                 for position, there in zip(missing, answers, strict=True):
                     found[position] = there
-        self._tally(misses=found.count(False))
+        lost = [key for key, there in zip(keys, found, strict=True) if not there]
+        self._accounts.missing(lost, answer_of(attached.errors, "lookup"))
         return found
 
     def _touch(self, call: Call, keys: list[bytes]) -> list[bytes]:
@@ -143,10 +149,10 @@ class SharedStore(StoreGroup):
         """
         present = self._pool.touch(self._space, keys)
         absent = [key for key, there in zip(keys, present, strict=True) if not there]
-        with self._using() as attached:
+        with self._using(call.report) as attached:
             inner = attached.backend
             if inner is not None and (inner.may_pass(Direction.WRITE) or not self.stands_in):
-                missing = set(inner.batch_touch(keys, deadline=call.deadline, errors=self._report(call)))
+                missing = set(inner.batch_touch(keys, deadline=call.deadline, errors=attached.errors))
                 absent = [key for key in absent if key in missing]
         return absent
 
@@ -154,9 +160,11 @@ class SharedStore(StoreGroup):
 
     def _get(self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer]) -> list[GetOutcome]:
         """See Verbs. Pages come from the pool, from the read of another call, or from the store."""
-        with self._using() as attached, tracing.span("pool.get", pages=len(keys)) as span:
+        with self._using(call.report) as attached, tracing.span("pool.get", pages=len(keys)) as span:
             outcomes = (read := _Read(self, attached, call, keys, pages)).run()
             tracing.note(span, **read.counts)
+        lost = dict.fromkeys(key for key, one in zip(keys, outcomes, strict=True) if one is not GetOutcome.HIT)
+        self._accounts.missing([*lost], answer_of(attached.errors + call.errors, "read"))
         return outcomes
 
     def warm(self, keys: Sequence[bytes], deadline: float) -> None:
@@ -173,7 +181,7 @@ class SharedStore(StoreGroup):
     def _set(
         self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None
     ) -> list[SetOutcome]:
-        with self._using() as attached, tracing.span("pool.set", pages=len(keys)):
+        with self._using(call.report) as attached, tracing.span("pool.set", pages=len(keys)):
             outcomes = _Write(self, attached, call, keys, pages, parent).run()
         self._pool.use(self._space, keys)
         return outcomes
@@ -200,10 +208,9 @@ class SharedStore(StoreGroup):
         """See Verbs. A page in the pool and in the store counts once."""
         with self._using() as attached, self._deleting(attached, keys) as there:
             inner, removed = attached.backend, len(there)
-            if inner is not None and there:
+            if inner is not None:
                 inner.delete([key for key in keys if key in there], deadline=call.deadline, errors=call.report)
-            rest = [key for key in keys if key not in there]
-            if inner is not None and rest:
+                rest = [key for key in keys if key not in there]
                 removed += inner.delete(rest, deadline=call.deadline, errors=call.report)
         return removed
 
@@ -211,7 +218,9 @@ class SharedStore(StoreGroup):
         """See Verbs. Returns the larger count of the pool and the store."""
         with self._using() as attached, self._deleting(attached, None) as there:
             inner = attached.backend
-            return max(len(there), 0 if inner is None else inner.clear(deadline=call.deadline, errors=call.report))
+            removed = 0 if inner is None else inner.clear(deadline=call.deadline, errors=call.report)
+            self._accounts.cleared()
+            return max(len(there), removed)
 
     # The whole
 
@@ -241,10 +250,9 @@ class _Read:
     ) -> None:
         self._store = store
         self._pool, self._space = store._pool, store._space
-        self._inner, self._flights = attached.backend, attached.reads
+        self._inner, self._flights, self._errors = attached.backend, attached.reads, attached.errors
         self._keys, self._pages = keys, pages
-        self._call, self._deadline, self._report = call, call.deadline, store._report(call)
-        self._is_warmup = is_warmup
+        self._call, self._deadline, self._is_warmup = call, call.deadline, is_warmup
         self._outcomes: dict[bytes, GetOutcome] = {}
         self._waiter: Waiter[Arrival] = Waiter(pages, store._clock)
         self._failed: list[int] = []  # positions whose flights failed in other calls
@@ -257,13 +265,12 @@ class _Read:
         self._since = 0 if self._is_warmup else self._pool.now()  # no page was used before 0, so none is evicted
         leads: deque[tuple[int, Flight[Arrival]]] = deque()
         with self._store._lock:
-            self._deletions = self._pool.deletions(self._space)
+            self._deletions = self._space.deletions
             pooled = dict(zip(first, self._pool.hold(self._space, list(first)), strict=True))
             for key, position in first.items():
-                if pooled[key] is None and self._inner is not None:
-                    flight = self._flights.join(key, position, self._waiter)
-                    if flight is not None:
-                        leads.append((position, flight))
+                is_wanted = pooled[key] is None and self._inner is not None
+                if is_wanted and (flight := self._flights.join(key, position, self._waiter)) is not None:
+                    leads.append((position, flight))
         self._unpooled = [key for key, page in pooled.items() if page is None]
         try:
             self._copy_pooled({first[key]: page for key, page in pooled.items() if page is not None})
@@ -297,18 +304,17 @@ class _Read:
 
     def _read(self, inner: Storage, positions: Sequence[int]) -> list[GetOutcome]:
         keys, pages = [self._keys[p] for p in positions], [self._pages[p] for p in positions]
-        answers = inner.batch_get(keys, pages, deadline=self._deadline, errors=self._report)
+        answers = inner.batch_get(keys, pages, deadline=self._deadline, errors=self._errors)
         for position, answer in zip(positions, answers, strict=True):
             self._settle(position, answer, "store_hits")
+            if answer is GetOutcome.CORRUPT:
+                self._store._accounts.left([self._keys[position]], DAMAGED)
         return answers
 
     def _lead(self, inner: Storage, leads: deque[tuple[int, Flight[Arrival]]]) -> None:
         """Read the pages that other calls are not reading, and pass them on."""
-        if not leads:
-            return
         for answer in self._read(inner, [position for position, _ in leads]):
-            position, flight = leads[0]
-            entry = None
+            (position, flight), entry = leads[0], None
             if answer is GetOutcome.HIT:
                 entry = self._store.pages.admit(
                     flight.key, self._pages[position], parent_of(self._pages[position]),
@@ -336,8 +342,7 @@ class _Read:
         self._release(entry)
 
     def _release(self, entry: PooledPage | None) -> None:
-        if entry is not None:
-            self._pool.release(self._space, [entry])
+        self._pool.release(self._space, [] if entry is None else [entry])
 
     def _follow(self, inner: Storage) -> None:
         """Use the pages that other calls have read; read those that failed there."""
@@ -363,6 +368,7 @@ class _Read:
         if self._store.stands_in:
             for key in self._unpooled:
                 if self._outcomes.get(key, GetOutcome.ERROR) is GetOutcome.ERROR:
+                    self._errors += [] if key in self._outcomes else [ErrorKind.DEADLINE]
                     self._settle(first[key], GetOutcome.MISS, "")
         self._call.errors += [ErrorKind.DEADLINE] * sum(key not in self._outcomes for key in self._keys)
         outcomes = [self._outcomes.get(key, GetOutcome.ERROR) for key in self._keys]
@@ -385,10 +391,10 @@ class _Write:
     ) -> None:
         self._store = store
         self._pool, self._space = store._pool, store._space
-        self._inner, self._flights = attached.backend, attached.writes
+        self._inner, self._flights, self._errors = attached.backend, attached.writes, attached.errors
         self._keys, self._pages = keys, pages
         self._parents = parents_of(keys, parent)
-        self._call, self._deadline, self._report = call, call.deadline, store._report(call)
+        self._call, self._deadline = call, call.deadline
         self._since = self._pool.now()  # pages used from now on are not evicted by this call
         self._pool.offer(self._space, keys, parent)
         self._outcomes: dict[int, SetOutcome] = {}
@@ -399,12 +405,11 @@ class _Write:
         first: dict[bytes, int] = {}
         leads: dict[int, Flight[bool]] = {}
         with self._store._lock:
-            self._deletions = self._pool.deletions(self._space)
+            self._deletions = self._space.deletions
             for position, key in enumerate(self._keys):
-                if first.setdefault(key, position) == position:
-                    flight = self._flights.join(key, position, self._waiter)
-                    if flight is not None:
-                        leads[position] = flight
+                is_first = first.setdefault(key, position) == position
+                if is_first and (flight := self._flights.join(key, position, self._waiter)) is not None:
+                    leads[position] = flight
         try:
             self._put_in_pool(list(first.values()))
             for run in runs(list(leads)):
@@ -419,11 +424,8 @@ class _Write:
         for position in first.values():
             if position not in self._outcomes:  # its flight in another call has not ended in time
                 self._settle(position, ErrorKind.DEADLINE)
-        found: list[SetOutcome] = []
-        for position, key in enumerate(self._keys):
-            outcome = self._outcomes[first[key]]
-            found.append(SetOutcome.PRESENT if first[key] != position and outcome.is_stored else outcome)
-        return found
+        found = [(self._outcomes[first[key]], first[key] != position) for position, key in enumerate(self._keys)]
+        return [SetOutcome.PRESENT if is_again and one.is_stored else one for one, is_again in found]
 
     def _put_in_pool(self, positions: Sequence[int]) -> None:
         """Put pages into the pool. After a page without room the rest is not added, because a lookup would not find
@@ -450,19 +452,21 @@ class _Write:
             return ErrorKind.CHECKSUM
         if self._pool.publish(self._space, entry):
             return SetOutcome.STORED
-        is_there = self._pool.has(self._space, [key])[0]
-        return SetOutcome.PRESENT if is_there else ErrorKind.CONFLICT  # deleted at the same time
+        # If it is not there, it was deleted at the same time.
+        return SetOutcome.PRESENT if self._pool.has(self._space, [key])[0] else ErrorKind.CONFLICT
 
     def _put(self, run: slice) -> None:
         """Put a run of pages into the store."""
-        answers = [SetOutcome.REJECTED] * (run.stop - run.start)
+        answers = [SetOutcome.ERROR] * (run.stop - run.start)
         if self._inner is not None:
             before = parent_outside(self._keys[run], self._parents[run.start])
             answers = self._inner.batch_set(
-                self._keys[run], self._pages[run], parent=before, deadline=self._deadline, errors=self._report
+                self._keys[run], self._pages[run], parent=before, deadline=self._deadline, errors=self._errors
             )
         for position, answer in enumerate(answers, run.start):
             self._settle(position, answer)
+            if self._inner is not None or self._errors:
+                self._pool.losing(self._space, self._keys[position], loss_of(answer, self._errors))
 
     def _settle(self, position: int, answer: SetOutcome | ErrorKind) -> None:
         """Set the outcome of a page with this answer of the store: if it did not take the page, that of the pool."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from ..backends.base import BackendStatistics
@@ -18,6 +18,7 @@ from ..backends.compose import CopyStatistics
 from ..backends.guard import BOUNDS_S, LatencyStatistics, StoreProblem, grouped
 from ..backends.slot import Waiting
 from ..backends.storage import StoreStatistics
+from ..ghosts import Kind
 from ..histogram import Histogram
 
 # The limits that reject or end requests and connections, by their names in counters, with words for the log.
@@ -102,9 +103,9 @@ class SharingStatistics:
     """Pages of one namespace by their source, and pages that two clients shared.
 
     `pool_hits` came from the host pool, `store_hits` from a store, `shared_reads` from another client's read in flight.
-    `misses` were looked up and not found, or read in vain. An engine reads the pages that a lookup has found and no
-    others, so each requested page counts once; a prompt that is looked up again counts again. `shared_writes` were not
-    written because another client was writing them.
+    `misses` were looked up and not found, or read in vain, `missed` by kind. An engine reads the pages that a lookup
+    has found and no others, so each requested page counts once; a prompt that is looked up again counts again.
+    `shared_writes` were not written because another client was writing them.
     """
 
     pool_hits: int
@@ -112,6 +113,7 @@ class SharingStatistics:
     misses: int
     shared_reads: int
     shared_writes: int
+    missed: Mapping[Kind, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

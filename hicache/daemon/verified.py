@@ -38,6 +38,7 @@ class VerifiedPages:
         entry = self.pool.reserve(self.space, key, since=since, deletions=deletions, is_wanted=is_wanted)
         if entry is None or not self.fill(entry, page, parent):
             return None
+        entry.loss = None
         return entry if self.pool.publish(self.space, entry, holders=1) else None
 
     def fill(self, entry: PooledPage, page: PageBuffer, parent: bytes | None) -> bool:

@@ -182,28 +182,18 @@ def _from_wire(event: _ReadStored | _BlockRemoved | _AllBlocksCleared) -> Event:
     if isinstance(own, bytes):
         return Removed(_medium(event.medium), _keys(own, None if event.group_idx == GROUP else len(event.block_hashes)))
     assert isinstance(event, _ReadStored)
-    if own.page_size:
-        return _from_blocks(event, own)
-    keys = _keys(own.keys, len(event.block_hashes))
-    positions = len(keys) * event.block_size
-    if not keys or event.block_size < 1:
+    page_size = own.page_size or event.block_size
+    keys = _keys(own.keys, None if own.page_size else len(event.block_hashes))
+    if not keys or page_size < 1:
         raise InvalidInput("KV events: a stored run has no positions")
-    if event.token_ids and len(event.token_ids) != positions:
-        raise InvalidInput(f"KV events: {len(event.token_ids)} token ids for {positions} positions")
-    parent = None if own.parent is None else _keys(own.parent, 1)[0]
-    seed = own.seed and _keys(own.seed, 1)[0]
-    tokens = _token_bytes(event.token_ids, own.last_token)
+    medium, parent = _medium(event.medium), None if own.parent is None else _keys(own.parent, 1)[0]
     origin = Origin(event.lora_id, event.lora_name, event.cache_salt, event.session_id)
-    return Stored(_medium(event.medium), keys, parent, seed, tokens, event.block_size, origin)
-
-
-def _from_blocks(event: _ReadStored, own: _OwnOfBlocks) -> Stored:
-    """Return the pages that an event of blocks completes. Their tokens are unknown: the blocks may be only a part."""
-    keys = _keys(own.keys, None)
-    if not keys or own.page_size < 1:
-        raise InvalidInput("KV events: a stored run has no positions")
-    parent = None if own.parent is None else _keys(own.parent, 1)[0]
-    return Stored(_medium(event.medium), keys, parent, b"", b"", own.page_size, Origin(event.lora_id, event.lora_name))
+    if own.page_size:  # the tokens of these pages are unknown: the blocks may be only a part
+        return Stored(medium, keys, parent, b"", b"", page_size, origin)
+    if event.token_ids and len(event.token_ids) != len(keys) * page_size:
+        raise InvalidInput(f"KV events: {len(event.token_ids)} token ids for {len(keys) * page_size} positions")
+    seed = own.seed and _keys(own.seed, 1)[0]
+    return Stored(medium, keys, parent, seed, _token_bytes(event.token_ids, own.last_token), page_size, origin)
 
 
 def _token_bytes(ids: Sequence[int], last_token: int | None) -> bytes:

@@ -49,10 +49,7 @@ class PageView:
 
     def scatter(self, frame: memoryview) -> None:
         """Fill header and payload from the start of `frame`. REQUIRES: `frame` has at least `nbytes` bytes."""
-        start = 0
-        for part in (self.header, *self.parts):
-            part[:] = frame[start : start + part.nbytes]
-            start += part.nbytes
+        fill((self.header, *self.parts), frame[: self.nbytes])
 
 
 PageBuffer: TypeAlias = memoryview | PageView

@@ -30,14 +30,18 @@ from prometheus_client.registry import Collector
 
 from ..backends.base import Direction, GetOutcome, SetOutcome
 from ..backends.compose import CopyStatistics, copies_of
+from ..backends.errors import ErrorKind
+from ..backends.missed import answer_of, loss_of, note_reads
 from ..backends.opening import StorageOpener
 from ..backends.slot import OpenBackend
 from ..backends.storage import Storage, StoreStatistics, named_stores
 from ..clock import SYSTEM_CLOCK, Clock
 from ..config import HiCacheConfig
+from ..config.storage import max_age_of
 from ..controller.gate import StorageGate
 from ..errors import BackendUnavailable, ConfigError, InvalidInput
 from ..frame import PageBuffer
+from ..ghosts import KINDS, Kind, PageAccounts
 from ..keys import Namespace
 from ..metrics.server import serve_collector
 from ..metrics.spec import MetricSpec, SnapshotCollector, Table
@@ -51,10 +55,11 @@ Answer = TypeVar("Answer")
 @dataclass(frozen=True, slots=True)
 class EngineStorageStatistics:
     """Totals since the start. `skipped` counts calls that were not made because storage is not open, has just failed or
-    its breaker is open. `stores` are those of `Slot.leaves`."""
+    its breaker is open. `missed` are pages that were not found. `stores` are those of `Slot.leaves`."""
 
     skipped: Mapping[Direction, int]
     open_failures: int
+    missed: Mapping[Kind, int]
     stores: tuple[StoreStatistics, ...]
     copies: Mapping[str, CopyStatistics]
 
@@ -68,6 +73,9 @@ STORAGE_METRICS: tuple[MetricSpec[EngineStorageStatistics], ...] = (
                "Rises while storage is not open, or has just failed."),
     MetricSpec("storage_open_failures_total", "Failed attempts to open storage.", (),
                lambda s: s.open_failures, "Rises while the server is down. The log has the error."),
+    MetricSpec("missed_pages_total", "Pages that were looked up or read in storage and not found, by reason.",
+               ("reason", "detail"), lambda s: {**dict.fromkeys(KINDS, 0), **s.missed},
+               "docs/daemon.md has the reasons, and what to do."),
     *_COPIES,
 )
 
@@ -92,6 +100,7 @@ class EngineGate(StorageGate):
     ) -> None:
         super().__init__(None, SupervisedPool, clock)
         self._skipped = dict.fromkeys(Direction, 0)
+        self.accounts = PageAccounts(config.explain.pages, max_age_of(config.storage), clock)
         try:
             self.start(open_backend())
         except BackendUnavailable as error:
@@ -128,7 +137,8 @@ class EngineGate(StorageGate):
                 StoreStatistics(_named(name, pool), one.statistics(), None, one.guard_statistics(), one.health())
                 for name, one in named_stores(store.backend)
             )
-        return EngineStorageStatistics(dict(self._skipped), self.slot.open_failures, stores, copies)
+        missed = self.accounts.counts()
+        return EngineStorageStatistics(dict(self._skipped), self.slot.open_failures, missed, stores, copies)
 
     def close(self, timeout_s: float, *, calls_ended: bool) -> bool:
         """End the metrics and the slot, and close the store unless a call hangs. Blocks. Return False if a thread or
@@ -184,10 +194,12 @@ class EngineStorage:
             gates = list(self._gates.items())
         found = [gate.statistics(pool if number else "") for number, (pool, gate) in enumerate(gates)]
         skipped: Counter[Direction] = Counter(dict.fromkeys(Direction, 0))
+        missed = Counter[Kind]()
         for one in found:
             skipped.update(one.skipped)
+            missed.update(one.missed)
         return EngineStorageStatistics(
-            skipped=dict(skipped), open_failures=sum(one.open_failures for one in found),
+            skipped=dict(skipped), open_failures=sum(one.open_failures for one in found), missed=missed,
             stores=tuple(store for one in found for store in one.stores),
             copies={name: copies for one in found for name, copies in one.copies.items()},
         )
@@ -214,27 +226,28 @@ class EngineStorage:
 
     def call(
         self, gate: EngineGate, direction: Direction, deadline: float | None, refused: Answer,
-        verb: Callable[[Storage, float], Answer], is_good: Callable[[Answer], bool] = lambda answer: True,
-    ) -> Answer:
-        """Return the result of `verb`, or `refused` while storage is not used. A late or failed result starts a
-        back-off of all pools. For PoolStorage."""
-        deadline = self.deadline() if deadline is None else deadline
+        verb: Callable[[Storage, float, list[str]], Answer], is_good: Callable[[Answer], bool] = lambda answer: True,
+    ) -> tuple[Answer, list[str]]:
+        """Return the result of `verb`, or `refused` while storage is not used, and its errors. A late or failed result
+        starts a back-off of all pools. For PoolStorage."""
+        deadline, errors = self.deadline() if deadline is None else deadline, list[str]()
         with self._state:
             gate.slot.advance()
             gate.settle()
             if not gate.admits(direction):
-                return refused
+                return refused, ["guard_open"]
             store = gate.enter()
         try:
-            answer = verb(store.backend, deadline)
+            answer = verb(store.backend, deadline, errors)
             is_late = self._clock() >= deadline
+            errors += [ErrorKind.DEADLINE] * (is_late and bool(errors))
             with self._state:
                 if is_late or not is_good(answer):
                     for one in self._gates.values():
                         one.failed(direction)
                 else:
                     gate.succeeded(direction)
-            return answer
+            return answer, errors
         finally:
             gate.slot.leave(store)
 
@@ -249,43 +262,55 @@ class PoolStorage:
 
     def lookup(self, keys: Sequence[bytes], deadline: float | None = None) -> int:
         """Return the length of the longest prefix of `keys` that is stored; see `batch_exists`."""
-        return self._owner.call(
+        found, errors = self._owner.call(
             self._gate, Direction.READ, deadline, 0,
-            lambda store, until: store.batch_exists(keys, deadline=until),
+            lambda store, until, errors: store.batch_exists(keys, deadline=until, errors=errors),
         )
+        self._gate.accounts.missing(keys[found:], answer_of(errors, "lookup"), ())
+        return found
 
     def has(self, keys: Sequence[bytes], deadline: float | None = None) -> list[bool]:
         """Return for each of `keys` whether it is stored; see `batch_has`."""
-        return self._owner.call(
+        found, errors = self._owner.call(
             self._gate, Direction.READ, deadline, [False] * len(keys),
-            lambda store, until: store.batch_has(keys, deadline=until),
+            lambda store, until, errors: store.batch_has(keys, deadline=until, errors=errors),
         )
+        lost = [key for key, is_there in zip(keys, found, strict=True) if not is_there]
+        self._gate.accounts.missing(lost, answer_of(errors, "lookup"))
+        return found
 
     def read(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], deadline: float | None = None
     ) -> list[GetOutcome]:
         """Read pages, one outcome per key; see `batch_get`. While storage is not used, each is an ERROR."""
-        return self._owner.call(
+        outcomes, errors = self._owner.call(
             self._gate, Direction.READ, deadline, [GetOutcome.ERROR] * len(keys),
-            lambda store, until: store.batch_get(keys, pages, deadline=until),
+            lambda store, until, errors: store.batch_get(keys, pages, deadline=until, errors=errors),
             lambda outcomes: GetOutcome.ERROR not in outcomes,
         )
+        note_reads(self._gate.accounts, keys, outcomes, errors)
+        return outcomes
 
     def write(
         self, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None, deadline: float | None = None,
     ) -> list[SetOutcome]:
         """Store pages, one outcome per key; see `batch_set`. While storage is not used, each is an ERROR."""
-        return self._owner.call(
+        outcomes, errors = self._owner.call(
             self._gate, Direction.WRITE, deadline, [SetOutcome.ERROR] * len(keys),
-            lambda store, until: store.batch_set(keys, pages, parent=parent, deadline=until),
+            lambda store, until, errors: store.batch_set(keys, pages, parent=parent, deadline=until, errors=errors),
             lambda outcomes: all(outcome.is_stored for outcome in outcomes),
         )
+        for key, outcome in zip(keys, outcomes, strict=True):
+            self._gate.accounts.left([key], loss_of(outcome, errors))
+        return outcomes
 
     def clear(self, deadline: float | None = None) -> int:
         """Remove all pages of the namespace, for all engines that use it; return their number."""
+        self._gate.accounts.cleared()
         return self._owner.call(
-            self._gate, Direction.WRITE, deadline, 0, lambda store, until: store.clear(deadline=until)
-        )
+            self._gate, Direction.WRITE, deadline, 0,
+            lambda store, until, errors: store.clear(deadline=until, errors=errors),
+        )[0]
 
 
 def _named(name: str, pool: str) -> str:

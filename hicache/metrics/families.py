@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from prometheus_client.registry import Collector
 
+from .. import ghosts
 from ..cache.statistics import LOOKUP_OUTCOMES, RELEASE_REASONS, CacheStatistics, TierStatistics
 from ..hints import KINDS, OutcomeStatus
 from .spec import MetricSpec, SnapshotCollector, Table, Values
@@ -13,6 +14,7 @@ from .stores import copy_metrics, store_table
 
 # Of any other action, the type is `unknown`.
 HINT_OUTCOMES = [(kind, outcome.value) for kind in (*KINDS, "unknown") for outcome in OutcomeStatus]
+_TIERS = ("device", "host", "storage")
 # The queues with limits, and the pools of workers, of a controller. It is not imported, because it needs PyTorch, which
 # a daemon does not have.
 _BOUNDED_QUEUES = ("write", "load", "prefetch", "backup")
@@ -37,6 +39,12 @@ def _worker_errors(errors: Mapping[str, int]) -> Values:
     return found
 
 
+def _sources(s: CacheStatistics) -> Values:
+    """Return prompt tokens by source, reason and detail."""
+    hits = {(tier, "", ""): s.hit_tokens.get(tier, 0) for tier in _TIERS}
+    return hits | {("computed", *kind): s.computed_tokens.get(kind, 0) for kind in ghosts.KINDS}
+
+
 _COPIES: tuple[MetricSpec[CacheStatistics], ...] = copy_metrics(
     lambda s: s.controller.copies,
     "dropped: storage.options.cascade_bytes_max was full. failed: see backend_errors_total of that part and of the "
@@ -47,10 +55,15 @@ _COPIES: tuple[MetricSpec[CacheStatistics], ...] = copy_metrics(
 CACHE_METRICS: tuple[MetricSpec[CacheStatistics], ...] = (
     MetricSpec("requests_total", "Requests that have begun.", (), lambda s: s.requests,
                "Compare replicas behind one router."),
-    MetricSpec("prompt_tokens_total", "Prompt tokens of those requests.", (), lambda s: s.prompt_tokens,
-               "The denominator of each hit rate."),
+    MetricSpec("prompt_tokens_total", "Prompt tokens of those requests, by source; computed ones also by reason and "
+               "detail.", ("source", "reason", "detail"), _sources,
+               "The sum over all labels is the denominator of each hit rate. docs/explain.md has the reasons, and what "
+               "to do about each."),
+    MetricSpec("written_tokens_total", "Tokens whose KV entered the cache, those of outputs included.", (),
+               lambda s: s.written_tokens,
+               "A bill has tokens read (hit_tokens_total) and tokens written."),
     MetricSpec("hit_tokens_total", "Prompt tokens whose KV was reused, by source tier.", ("tier",),
-               lambda s: {tier: s.hit_tokens.get(tier, 0) for tier in ("device", "host", "storage")},
+               lambda s: {tier: s.hit_tokens.get(tier, 0) for tier in _TIERS},
                "Divided by prompt_tokens_total it is the hit rate by tier. Many from storage and few from the host: "
                "L2 is too small. A fall after a deployment: the namespace has changed."),
     MetricSpec("evicted_pages_total", "Pages evicted from a tier.", ("tier",),

@@ -28,7 +28,7 @@ from ..keys import FORMAT_VERSION
 LABELS = frozenset({
     "tier", "backend", "direction", "reason", "outcome", "queue", "worker", "route", "verb", "state", "source",
     "action", "operation", "status", "listener", "namespace", "label", "weights_epoch",
-    "version", "python", "torch", "native", "page_format",
+    "detail", "version", "python", "torch", "native", "page_format",
 })
 S = TypeVar("S")
 # Without labels: a value, or None if it is unknown. With one label: a mapping from its values; with several: from

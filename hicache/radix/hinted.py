@@ -16,6 +16,7 @@ Owned by the scheduler thread; no lock.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -53,6 +54,12 @@ class TickTimes:
         """Return the tick at a time: 0 before the first one that is known."""
         place = bisect_right(self._times, time_s)
         return self._ticks[place - 1] if place else 0
+
+
+    def time_of(self, tick: int) -> float:
+        """Return the time of a tick, infinite while none is known."""
+        place = bisect_right(self._ticks, tick)
+        return self._times[max(0, place - 1)] if self._times else math.inf
 
 
 class HintedOrder:

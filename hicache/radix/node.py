@@ -38,6 +38,7 @@ class Node:
     recent_child: Node | None = None  # the child that was looked up last; the next lookup tries it first
     device: PageIds | None = None
     host: PageIds | None = None
+    last_id: int | None = None  # identity of its last page for `ghosts`, None until first needed
     page_keys: bytes | None = None  # 32 bytes a page, None until first needed; for a root: its seed
     chain: PageChain | None = None  # ends with the keys of this run, for a store or an event; may begin at an ancestor
     hit_count: int = 1  # requests that computed or reused this run
@@ -52,6 +53,7 @@ class Node:
     copy_listed: bool = False  # it has a valid entry in the stack of copies
     store_pending: bool = False  # a store to L3 is in flight
     stored: bool = False  # L3 has it, as far as is known
+    loss: str = ""  # why L3 did not get it, or `lost`, or `damaged`; a detail of `ghosts.Reason.NOT_STORED`
     lost_access: int = -1  # `last_access` when L3 lost it: while they are equal, no request has used it since
     sealed: bool = False  # the frames of its host pages were sealed with their page keys
     touched_s: float = -math.inf  # time of the last notice to L3 that this run was used
@@ -73,7 +75,7 @@ class Node:
         head.lock_ref, head.host_ref, head.pin_ref = map(int, (self.lock_ref > 0, self.host_ref > 0, self.pin_ref > 0))
         head.load_pending, head.backup_pending, head.copied = self.load_pending, self.backup_pending, self.copied
         head.store_pending, head.stored, head.visited = self.store_pending, self.stored, self.visited
-        head.lost_access, head.hint = self.lost_access, self.hint
+        head.lost_access, head.hint, head.loss = self.lost_access, self.hint, self.loss
         head.sealed, head.proved_until_s, head.touched_s = self.sealed, self.proved_until_s, self.touched_s
         if self.device is not None:
             head.device, self.device = self.device[:pages].copy(), self.device[pages:].copy()

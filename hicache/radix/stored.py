@@ -76,7 +76,7 @@ class StoredPrefixes:
                 lost += [child for child in node.children.values() if child.stored]
             for node in reversed(lost):
                 pages += self._tree.pages(node)
-                node.lost_access = node.last_access
+                node.lost_access, node.loss = node.last_access, "lost"
                 self._remove(node)
         if unknown and self._tree.observer is not None:
             self._tree.observer.lost(unknown)
@@ -99,7 +99,7 @@ class StoredPrefixes:
 
     def mark(self, node: Node) -> None:
         """Mark `node` as stored and index it, also after a split that has moved its end."""
-        node.stored = True
+        node.stored, node.loss = True, ""
         if node.page_keys is not None:
             self._ends[node.page_keys[-PAGE_KEY_BYTES:]] = node
 

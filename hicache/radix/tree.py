@@ -71,6 +71,8 @@ class RadixTree(PrefixTree):
         self.pinned_pages = 0
         self.queues = EvictionQueues(policy)
         self.times = TickTimes()
+        self.epoch = 0  # of the weights
+        self.on_left: Callable[[RadixTree, Node, Medium], None] | None = None  # before a node leaves the tree
         self._policy = policy
         self._hinted: HintedOrder | None = None
         self.adaptive = adaptive
@@ -208,7 +210,7 @@ class RadixTree(PrefixTree):
         done = 0
         for part in reversed(list(self.span(node, len(host_pages)))):
             begin, done = done, done + len(part.key) // self.page_bytes
-            part.backup_pending, part.copied = False, True
+            part.backup_pending, part.copied, part.loss = False, True, ""
             run = host_pages[begin:done]
             if part.host is None:
                 self.set_host(part, run.copy())
@@ -386,7 +388,7 @@ class RadixTree(PrefixTree):
         parent.device_children -= 1
         if node.host is None:
             node.device = None
-            self._remove(node)
+            self._remove(node, Medium.DEVICE)
         else:
             self._end_copy(node)
             node.device = None
@@ -475,7 +477,7 @@ class RadixTree(PrefixTree):
         self._count_host(node, -1)
         if node.device is None:
             node.host = None
-            self._remove(node)
+            self._remove(node, Medium.HOST)
         else:
             self._end_copy(node)
             node.host = None
@@ -496,7 +498,7 @@ class RadixTree(PrefixTree):
         node.key += key
         node.device = concat([NO_PAGES if node.device is None else node.device, pages])
         node.page_keys = node.key if self.position_bytes == PAGE_KEY_BYTES else None
-        node.chain = node.block = None
+        node.chain = node.block = node.last_id = None
         self.device_protected_pages += len(pages)
         if self.observer is not None and prior is not None:
             self.observer.grown(self, node, len(pages), prior)
@@ -531,7 +533,9 @@ class RadixTree(PrefixTree):
         self.host_copy_pages -= self.pages(node)
         self.queues.copies.forget(node)
 
-    def _remove(self, node: Node) -> None:
+    def _remove(self, node: Node, medium: Medium) -> None:
+        if self.on_left is not None:
+            self.on_left(self, node, medium)
         if node.stored:
             self.stored.unmark(node)
         parent = self._detach(node)

@@ -22,12 +22,12 @@ if __package__ in (None, ""):
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from hicache.backends.mooncake import MooncakeDriver
-from hicache.backends.mooncake.buffers import address_of
 from hicache.backends.mooncake.client import join_store
 from hicache.backends.mooncake.session import Names
 from hicache.backends.store import UNGUARDED, Store
 from hicache.config import MooncakeStorageOptions
 from hicache.frame import HEADER_BYTES, FrameCodec, TagKind, unseal
+from hicache.mapping import address_of
 from hicache_lab.devservers import MooncakeClientDaemon, MooncakeMaster
 from lab.benchmarks._table import Row, print_table, rate_rows, reduced, timed
 

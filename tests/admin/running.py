@@ -24,9 +24,10 @@ T = TypeVar("T")
 
 
 def ask(path: Path, method: str, target: str, body: object = None, token: str | None = None) -> tuple[int, Any]:
-    """Make one request to `/v1/admin`. Return the status code and the JSON document of the answer."""
+    """Make one request, to `/v1/admin` unless the target has its own prefix. Return the status code and the JSON
+    document of the answer."""
     with contextlib.closing(Client(path)) as client:
-        return client.call(method, f"/v1/admin{target}", body, token)
+        return client.call(method, target if target.startswith("/v1/") else f"/v1/admin{target}", body, token)
 
 
 def file_config(folder: Path, **entries: Any) -> HiCacheConfig:

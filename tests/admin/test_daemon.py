@@ -297,6 +297,9 @@ def test_over_tcp_only_the_admin_token_gives_access_to_the_admin_surface(with_to
     daemon = with_tokens
     for token, code in ((None, 403), (DATA_TOKEN, 403), ("wrong", 403), (ADMIN_TOKEN, 200)):
         assert over_tcp(daemon, "GET", "/v1/admin/status", token) == code
+        assert over_tcp(daemon, "GET", "/v1/explain", token) == code
+    assert over_tcp(daemon, "POST", "/v1/hints", DATA_TOKEN) == 403
+    assert over_tcp(daemon, "POST", "/v1/hints", ADMIN_TOKEN) == 422, "it has no body"
     assert over_tcp(daemon, "POST", "/v1/admin/detach", DATA_TOKEN) == 403
     # The admin token gives no access to pages.
     usage = f"/v1/namespaces/{A}/usage"
@@ -306,6 +309,7 @@ def test_over_tcp_only_the_admin_token_gives_access_to_the_admin_surface(with_to
     url = ("--url", f"http://{LOOPBACK}:{daemon.port}")
     ctl = Ctl((*url, "--token-file", str(token_file)))
     assert ctl.quick("--json", "status").json["kind"] == "daemon"
+    assert ctl.quick("--json", "explain").json["unit"] == "pages"
     assert "needs the admin token" in Ctl(url).quick("status", code=2).err
 
 

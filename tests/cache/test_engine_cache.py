@@ -30,6 +30,7 @@ from hicache.tiers.copy_cpu import CpuCopyEngine
 from hicache.types import NO_PAGES, Indices, PageIds
 from tests.cache.world import GEOMETRY, NAMESPACE, GatedBackend
 from tests.seeds import seeds
+from tests.spans import Spans
 from tests.tuned import tuned
 from tests.waiting import wait_for
 
@@ -146,7 +147,8 @@ class Engine:
             cache.lock(found.end)
         finally:
             cache.unlock(found.device)
-        hits = cache.begin(rid, key, found)
+        account = cache.begin(rid, key, found, prompt_tokens=len(tokens))
+        hits = account.device, account.host, account.storage
         prefix = cache.device_pages(found.end)
         own = self.take(needed - found.host_pages)
         row = [*prefix.tolist(), *own.tolist()]
@@ -252,6 +254,15 @@ def whole(engine: Engine, tokens: list[int]) -> Request:
 
 def tokens_of(name: int, pages: int) -> list[int]:
     return [name * 1000 + number for number in range(pages * PAGE + 1)]
+
+
+def test_the_span_of_a_request_has_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    spans = Spans(monkeypatch)
+    with engine_of() as engine:
+        whole(engine, tokens_of(1, 8))
+        whole(engine, [*tokens_of(1, 8)[:16], *tokens_of(2, 2)])
+    assert spans.usage() == [(33, 0, 32, {"new": 32, "tail": 1}), (25, 16, 8, {"new": 8, "tail": 1})]
+    spans.check()
 
 
 def test_prompts_that_do_not_fit_on_l1_together_hit_on_l2() -> None:

@@ -224,7 +224,7 @@ def test_after_a_failed_load_pages_are_offered_only_to_other_requests() -> None:
     world.cache.end_load(load, None)
     assert world.cache.lookup("b", KEY) == NOTHING and world.cache.lookup("c", KEY).pages == 4
     state = world.cache.statistics()
-    assert state.skipped["load_failed"] == 1 and state.controller.loaded_pages == 0 and "host" not in state.hit_tokens
+    assert state.skipped["load_failed"] == 1 and state.controller.loaded_pages == 0 and not state.hit_tokens["host"]
     world.cache.abort("b")
     assert world.cache.lookup("b", KEY).pages == 4
 

@@ -180,8 +180,8 @@ def test_the_random_turns_reach_all_ends_of_sessions_and_turns() -> None:
 class ForgetsTheTail(SessionCache):
     """Counts the tokens of the partial page as cached, but does not move the page to the turn."""
 
-    def _continue(self, session: module._Session, held: RequestKV, request: RequestKV) -> None:
-        request.device_hit_tokens += len(held.key) % self.page_size
+    def _continue(self, session: module._Session, held: RequestKV, request: RequestKV) -> int:
+        return len(held.key) % self.page_size
 
 
 class ComparesWholePages(SessionCache):

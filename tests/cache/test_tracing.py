@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import threading
 from collections.abc import Sequence
 from functools import partial
@@ -19,10 +20,13 @@ from hicache.backends.compose.sharded import ShardCodec, Shards
 from hicache.backends.opening import StorageOpener
 from hicache.backends.storage import Storage
 from hicache.cache import create_host_cache
+from hicache.cache.explain import RECENT_MAX, Explainer, PromptTokens
+from hicache.cache.statistics import CacheCounters
 from hicache.config import HiCacheConfig, HostConfig
 from hicache.config.publishing import TracingConfig
 from hicache.errors import BackendError, InvalidInput
 from hicache.frame import PageBuffer
+from hicache.ghosts import Reason
 from hicache.keys import RadixKey
 from tests.cache.host_world import HostWorld
 from tests.cache.world import (
@@ -80,7 +84,7 @@ def test_the_spans_of_a_request_show_which_level_had_its_pages(
     world.close()
     spans.check()
     of_request = [span for span in spans.ended if trace_of(span) == TRACE_ID]
-    frame_bytes = 3 * codec().frame_bytes
+    frame_bytes, usage = 3 * codec().frame_bytes, "gen_ai.usage"
     spans.ended = of_request  # the others are copies to the memory level and uses, in the background
     assert spans.trees() == inspect.cleandoc(f"""
         prefetch pages=4 hit_pages=3 outcome=arrived
@@ -92,6 +96,8 @@ def test_the_spans_of_a_request_show_which_level_had_its_pages(
             store.get store=memory pages=3 bytes={frame_bytes} hit_pages=0 outcome=good
             store.get store=file pages=3 bytes={frame_bytes} hit_pages=3 outcome=good
         load pages=3 outcome=loaded
+        request {usage}.input_tokens=17 {usage}.cache_read.input_tokens=12 {usage}.cache_creation.input_tokens=0 \
+computed.new=4 computed.tail=1
     """) + "\n"
     tops = [span for span in of_request if span.name in ("hicache.prefetch", "hicache.load")]
     assert {parent_of(span) for span in tops} == {int(PARENT_ID, 16)}
@@ -157,7 +163,47 @@ def test_the_loads_of_an_engine_with_its_own_device_pages_have_spans(spans: Span
     loads = [span for span in spans.ended if span.name == "hicache.load"]
     assert [(span.parent and span.parent.span_id) for span in loads] == 2 * [int(PARENT_ID, 16)]
     assert spans.named("load") == [{"pages": 2, "outcome": "loaded"}, {"pages": 2, "outcome": "failed"}]
+    assert spans.usage() == [(12, 12, 0, {}), (12, 0, 0, {"unavailable": 12})]
+    assert {parent_of(span) for span in spans.ended if span.name == "hicache.request"} == {int(PARENT_ID, 16)}
     assert not world.cache._contexts
+    spans.check()
+
+
+# Requests
+
+
+def test_the_span_of_a_request_has_its_tokens_read_written_and_computed_by_reason(spans: Spans) -> None:
+    world = World()
+    world.serve("a", KEY)
+    world.serve("b", prompt(1, 2, 9, 9))
+    world.cache.clear()
+    world.serve("c", KEY)
+    world.begin("d", KEY)
+    assert spans.usage() == [
+        (13, 0, 12, {"new": 12, "tail": 1}), (17, 8, 8, {"new": 8, "tail": 1}), (13, 0, 12, {"evicted": 12, "tail": 1}),
+    ]
+    world.close()
+    assert spans.usage()[3] == (13, 12, 0, {"tail": 1}), "the cache was closed before its end"
+    spans.check()
+
+
+def test_details_of_a_reason_add_up_and_tokens_of_outputs_do_not_count(spans: Spans) -> None:
+    computed = {(Reason.EVICTED, "host"): 8, (Reason.EVICTED, "cleared"): 4, (Reason.NEW, ""): 0, (Reason.TAIL, ""): 1}
+    account = PromptTokens("a", 0.0, 20, device=7, computed=computed, written=99, span=tracing.begin("request"))
+    explainer = Explainer(0, CacheCounters(), math.inf)
+    explainer.end(account)
+    assert spans.usage() == [(20, 7, 13, {"evicted": 12, "tail": 1})]
+    explainer.end(account)
+    assert len(spans.ended) == 1
+
+
+def test_a_request_that_is_forgotten_or_begins_again_has_no_open_span(spans: Spans) -> None:
+    explainer = Explainer(0, CacheCounters(), math.inf)
+    for rid in ("again", "again", *map(str, range(RECENT_MAX))):
+        explainer.count(PromptTokens(rid, 0.0, 1, span=tracing.begin("request")))
+    assert len(spans.ended) == 2
+    for rid in list(explainer.recent):
+        explainer.end(explainer.recent[rid])
     spans.check()
 
 

@@ -129,7 +129,7 @@ def test_inspect_of_no_file_is_one_line_and_exit_code_2(store: Store, tmp_path: 
         assert result.stderr.startswith("hicache: ") and f"{path}" in result.stderr and words in result.stderr
 
 
-@pytest.mark.parametrize(("kind", "words"), [("fifo", "it is a FIFO"), ("link", "it is a symbolic link"), ("text", "")])
+@pytest.mark.parametrize(("kind", "words"), [("fifo", "it is a pipe"), ("link", "it is a symbolic link"), ("text", "")])
 def test_inspect_reports_a_file_that_is_not_a_page(store: Store, tmp_path: Path, kind: str, words: str) -> None:
     path = tmp_path / "thing"
     if kind == "fifo":

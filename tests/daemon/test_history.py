@@ -14,6 +14,7 @@ from hicache.backends.guard.breaker import BreakerState
 from hicache.clock import Clock
 from hicache.daemon.history import FAULT_GAP_S, FAULTS_MAX, KEPT_S, SAMPLES_MAX, Fault, FaultKind, History, Sample
 from hicache.daemon.statistics import SharingStatistics, status_json
+from hicache.ghosts import Reason
 from tests.daemon.snapshots import DIGEST, backend, breaker, guard, latency, namespace, node, store
 
 
@@ -46,17 +47,18 @@ def faults(history: History) -> list[tuple[str, str, str, int]]:
 
 
 def test_a_sample_has_the_differences_to_the_previous_snapshot(history: History, clock: WallClock) -> None:
-    first = namespace(sharing=SharingStatistics(10, 4, 2, 1, 0), backend=backend(1000, 400),
+    full, new = (Reason.NOT_STORED, "full"), (Reason.NEW, "")
+    first = namespace(sharing=SharingStatistics(10, 4, 2, 1, 0, {new: 2}), backend=backend(1000, 400),
                       stores=(store(statistics=backend(600, 300)),))
-    second = namespace(sharing=SharingStatistics(15, 4, 3, 1, 0), backend=backend(1500, 400),
+    second = namespace(sharing=SharingStatistics(15, 4, 5, 1, 0, {new: 3, full: 2}), backend=backend(1500, 400),
                        stores=(store(statistics=backend(600, 350)),))
     for uptime_s, state in ((5.0, first), (10.0, second)):
         clock.time_s += 5
         history.record(node(state, uptime_s=uptime_s))
     assert samples(history)[-1] == {
-        "time": 1010, "seconds": 5, "pool_pages": 5, "shared_pages": 0, "store_pages": 0, "missed_pages": 1,
+        "time": 1010, "seconds": 5, "pool_pages": 5, "shared_pages": 0, "store_pages": 0, "missed_pages": 3,
         "sent_bytes": 500, "received_bytes": 0, "store_read_bytes": 0, "store_written_bytes": 50,
-        "pool_used_bytes": 40 << 20, "requests_in_flight": 2,
+        "pool_used_bytes": 40 << 20, "requests_in_flight": 2, "missed": {"new": 1, "not_stored/full": 2},
     }
     assert samples(history)[0]["pool_pages"] == 10  # counted from the start of the daemon
 
@@ -88,7 +90,7 @@ def test_the_numbers_of_samples_and_faults_are_limited(history: History, clock: 
 
 
 def sample(time_s: float, pool_pages: int = 1) -> Sample:
-    return Sample(time_s, 5.0, pool_pages, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+    return Sample(time_s, 5.0, pool_pages, 0, 0, 0, 0, 0, 0, 0, 0, 0, {})
 
 
 def fault(last: float) -> Fault:

@@ -6,6 +6,7 @@ import re
 import shutil
 import tempfile
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
@@ -13,9 +14,10 @@ from typing import Any, Literal
 import pytest
 from playwright.sync_api import Browser, Page, expect
 
+from hicache_lab.conformance import empty_frames, full_frames, make_keys, soon
 from tests.browser import DESK, PHONE, chromium, opened
 from tests.daemon.daemons import secret
-from tests.daemon.traffic import MARKUP, BusyDaemon
+from tests.daemon.traffic import LABELS, MARKUP, BusyDaemon
 from tests.waiting import wait_for
 
 pytestmark = [pytest.mark.servers, pytest.mark.long]
@@ -124,6 +126,26 @@ def test_the_charts_show_the_traffic_as_images_and_as_text(browser: Browser, dae
         expect(page.locator("#engines-table tbody tr").first).to_contain_text("/s")
         page.get_by_label("1 hour").check()
         expect(page.locator("#hits svg .mark").first).to_be_attached()
+
+
+def test_the_page_says_why_pages_were_missed(browser: Browser, daemon: BusyDaemon) -> None:
+    with daemon.engine(LABELS[0]) as engine:
+        keys = make_keys(4, "cleared")
+        engine.batch_set(keys, full_frames(engine.codec, keys), parent=None, deadline=soon())
+        engine.clear(deadline=soon())
+        engine.batch_get(keys, empty_frames(engine.codec, 4), deadline=soon())
+    with opened(browser, daemon.url) as page:
+        row = page.locator("#missed tbody tr").filter(has_text="evicted: cleared")
+        expect(row).to_contain_text("removed on request")
+        expect(row.locator("td").nth(2)).to_have_text("4", timeout=60_000)  # with the next sample
+        totals: Counter[str] = Counter()
+        for one in daemon.status()["namespaces"]:
+            for reason, details in one["sharing"]["missed"].items():
+                for detail, pages in details.items():
+                    totals[f"{reason}: {detail}" if detail else reason] += pages
+        rows = [one.split("\t") for one in page.locator("#missed tbody").inner_text().splitlines()]
+        assert {line[0].strip(): int(line[-1].replace(",", "")) for line in rows} == totals
+        assert totals["new"] and totals["evicted: cleared"] == 4
 
 
 def test_a_label_with_markup_is_shown_as_text(browser: Browser, daemon: BusyDaemon) -> None:

@@ -42,7 +42,7 @@ def put(
     pool: DaemonPool, space: PoolSpace, keys: Sequence[bytes], parent: bytes | None = None, twice: bool = True
 ) -> int:
     """Add the pages of a chain, with a second attempt for each if `twice`. Return how many were added."""
-    since, deletions, entered = pool.now(), pool.deletions(space), 0
+    since, deletions, entered = pool.now(), space.deletions, 0
     for key, above in zip(keys, [parent, *keys], strict=False):
         for _ in range(1 + twice):
             page = pool.reserve(space, key, since=since, deletions=deletions)
@@ -336,7 +336,7 @@ def test_a_held_page_keeps_its_bytes_until_it_is_released() -> None:
 def test_a_page_requested_before_a_deletion_is_not_added_after_it(when: str) -> None:
     pool = pool_of(4)
     space, (key, other) = pool.open(ONE, PAYLOAD), make_keys(2)
-    deletions = pool.deletions(space)
+    deletions = space.deletions
     if when == "before":
         pool.clear(space)
     page = pool.reserve(space, key, since=pool.now(), deletions=deletions)
@@ -363,7 +363,7 @@ def test_a_page_requested_during_a_deletion_is_not_added_during_or_after_it() ->
     pool = pool_of(4)
     space, (key,) = pool.open(ONE, PAYLOAD), make_keys(1)
     with pool.deleting(space, [key]), pool.deleting(space, [key]):
-        deletions = pool.deletions(space)
+        deletions = space.deletions
         assert pool.reserve(space, key, since=pool.now(), deletions=deletions) is None
     assert pool.reserve(space, key, since=pool.now(), deletions=deletions) is None
     assert put(pool, space, [key]) == 1, "a page requested after the deletion is added"

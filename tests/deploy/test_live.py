@@ -71,8 +71,8 @@ def expressions() -> Iterator[tuple[str, str]]:
     """Yield the name and the expression of each panel and each rule."""
     for path in sorted((ROOT / "deploy/grafana/dashboards").glob("*.json")):
         for panel in json.loads(path.read_text())["panels"]:
-            for target in panel["targets"]:
-                expression = target["expr"].replace("$__rate_interval", RATE).replace("$instance", ".*")
+            for target in panel.get("targets", ()):  # a row has none
+                expression = re.sub(r"\$__(rate_interval|range)\b", RATE, target["expr"]).replace("$instance", ".*")
                 yield f"{path.stem}: {panel['title']} ({target['legendFormat']})", expression
     for rule in rules():
         for number, part in enumerate(conditions(rule["expr"])):

@@ -200,6 +200,18 @@ class Traffic:
 
         self._scheduler.continue_generation(ContinueGenerationReqInput(torch_empty_cache=False))
 
+    def _compare_account(self, request: Any, account: Any) -> None:
+        """Compare HiCache's account of a request that has run with SGLang's own numbers, which are those of its first
+        attempt; HiCache's account is that of the last one."""
+        ours = account.tokens, account.cached
+        if not request.retracted_stain and ours != (len(request.origin_input_ids), request.cached_tokens):
+            raise AssertionError(f"{account}: SGLang has {len(request.origin_input_ids)}, {request.cached_tokens}")
+        if account.tokens != account.cached + sum(account.computed.values()):
+            raise AssertionError(f"{account}: its sources do not add up")
+        self.counts["accounts"] += 1
+        for (reason, _), tokens in account.computed.items():
+            self.counts[reason] += tokens
+
     def _end(self) -> None:
         """Count hits, and check that a flush frees all slots."""
         scheduler = self._scheduler
@@ -207,6 +219,8 @@ class Traffic:
             self.counts["retracted"] += request.retracted_stain
             for tier in ("device", "host", "storage"):
                 self.counts[tier] += getattr(request, f"cached_tokens_{tier}")
+            if self._cache is not None:
+                self._compare_account(request, self._cache.explainer.recent[request.rid])
         free = scheduler.flush_cache() and scheduler.token_to_kv_pool_allocator.available_size()
         if free != scheduler.max_total_num_tokens:
             raise AssertionError(f"{free} of {scheduler.max_total_num_tokens} tokens are free after a flush")

@@ -24,6 +24,7 @@ from tests.daemon.daemons import Daemon
 from tests.listening import held_ports
 from tests.waiting import wait_for
 
+from .accounts import cached, counting
 from .model import save_model
 from .process import EngineFailed, EngineProcess
 from .prompts import prompts, write_config
@@ -287,6 +288,36 @@ def test_operators_find_pin_and_warm_a_prompt_and_read_the_prefill_speed(
         ctl("warm", "--tokens", str(prompt))
         assert tiers(engine.ask(asked[:1])) == [{"host": CACHED}]
         assert metric('hicache_hit_tokens_total{tier="host"}') == CACHED
+
+
+def test_prompt_tokens_add_up_to_those_of_sglang_by_source_and_reason(
+    engine: TreeProcess, llama: Path, tmp_path: Path
+) -> None:
+    (asked,) = prompts("accounts", 1)
+    with held_ports(1) as port:
+
+        def account(asked: list[int]) -> dict[str, int]:
+            with counting(port, len(asked)) as counted:
+                (answer,) = engine.ask([asked])
+            assert cached(counted) == answer["cached"]
+            return dict(counted)
+
+        engine.begin(llama, {"metrics": {"port": port}, **files(tmp_path)}, chunked_prefill_size=128)
+        tail = len(asked) - CACHED
+        assert account(asked) == {"new": CACHED, "tail": tail}
+        assert account(asked) == {"device": CACHED, "tail": tail}
+        assert account([*asked[:100], 7, *asked[101:]]) == {"device": 96, "new": CACHED - 96, "tail": tail}
+        assert account([7, *asked[1:]]) == {"new": CACHED, "tail": tail}  # a date at the begin of a system prompt
+        assert account(asked[:10]) == {"tail": 10}
+        push_out(engine)
+        assert account(asked) == {"host": CACHED, "tail": tail}
+        wait_for(lambda: are_stored([asked], tmp_path))
+        engine.flush()
+        assert account(asked) == {"storage": CACHED, "tail": tail}
+        for path in files_of(asked, tmp_path):
+            path.unlink()
+        engine.flush()
+        assert account(asked) == {"evicted cleared": CACHED, "tail": tail}
 
 
 @pytest.mark.parametrize(

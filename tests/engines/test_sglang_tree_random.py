@@ -85,5 +85,5 @@ def test_a_wrong_byte_is_detected(scheduler: EngineProcess) -> None:
 def test_all_seeds_together_had_hits_on_each_tier_and_each_kind_of_trouble() -> None:
     if TOTALS["runs"] < len(SEEDS) or len(SEEDS) == 1:
         pytest.skip("not all seeds ran")
-    wanted = ("device", "host", "storage", "aborts", "pauses", "retracted", "flushes")
+    wanted = ("device", "host", "storage", "aborts", "pauses", "retracted", "flushes", "new", "evicted", "tail")
     assert [name for name in wanted if not TOTALS[name]] == []

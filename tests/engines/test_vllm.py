@@ -23,8 +23,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from hicache.frame import NO_PARENT, FrameHeader
 from hicache_lab.devservers.ports import LOOPBACK
 from tests.admin.ctl import Ctl
+from tests.listening import held_ports
 from tests.waiting import wait_for
 
+from .accounts import cached, counting
 from .process import EngineProcess
 from .prompts import prompt, prompts, write_config
 from .server import EngineServer
@@ -49,10 +51,12 @@ def config(store: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_config(path, host=HOST, storage={"type": "file", "options": options})
 
 
-def start(model: Path, config: Path, folder: Path, **options: object) -> EngineProcess:
+def start(model: Path, config: Path, folder: Path, metrics_port: int = 0, **options: object) -> EngineProcess:
     kv = hicache_connector(config)
     options = vllm_options(model, kv_transfer_config=kv, worker_extension_cls=HOOKS, **options)
     environ = vllm_environ(processes=False, HICACHE_ADMIN__SOCKET=str(folder / "admin" / "engine.sock"))
+    if metrics_port:
+        environ["HICACHE_METRICS__PORT"] = str(metrics_port)
     return EngineProcess("tests.engines.vllm_engine", options, folder=folder, environ=environ)
 
 
@@ -62,8 +66,15 @@ def vllm_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def vllm(llama: Path, config: Path, vllm_folder: Path) -> Iterator[EngineProcess]:
-    with start(llama, config, vllm_folder) as engine:
+def ports() -> Iterator[tuple[int, int]]:
+    """Of the metrics of HiCache in `vllm` and in `server`."""
+    with held_ports(2) as first:
+        yield first, first + 1
+
+
+@pytest.fixture(scope="module")
+def vllm(llama: Path, config: Path, vllm_folder: Path, ports: tuple[int, int]) -> Iterator[EngineProcess]:
+    with start(llama, config, vllm_folder, ports[0]) as engine:
         yield engine
 
 
@@ -84,7 +95,8 @@ def subscriber() -> Iterator[zmq.Socket[bytes]]:
 
 @pytest.fixture(scope="module")
 def server(
-    llama: Path, config: Path, subscriber: zmq.Socket[bytes], tmp_path_factory: pytest.TempPathFactory
+    llama: Path, config: Path, subscriber: zmq.Socket[bytes], ports: tuple[int, int],
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> Iterator[EngineServer]:
     endpoint = subscriber.getsockopt_string(zmq.LAST_ENDPOINT)
     events = {"enable_kv_cache_events": True, "publisher": "zmq", "endpoint": endpoint}
@@ -95,7 +107,8 @@ def server(
             command += [flag] if value is True else [flag, str(value)]
     command += ["--kv-transfer-config", json.dumps(hicache_connector(config, load="layerwise"))]
     command += ["--kv-events-config", json.dumps(events), "--enable-prompt-tokens-details"]
-    with EngineServer(command, folder=tmp_path_factory.mktemp("server"), environ=vllm_environ()) as server:
+    environ = vllm_environ(HICACHE_METRICS__PORT=str(ports[1]))
+    with EngineServer(command, folder=tmp_path_factory.mktemp("server"), environ=environ) as server:
         yield server
 
 
@@ -110,10 +123,11 @@ def generate(vllm: EngineProcess, *asked: list[int], salt: str | None = None) ->
     return [each["tokens"] for each in found], [each["cached"] for each in found]
 
 
-def complete(server: EngineServer, asked: list[int]) -> tuple[list[int], int]:
+def complete(server: EngineServer, asked: list[int], **fields: object) -> tuple[list[int], int]:
     """Return the same from the HTTP server, for one prompt."""
-    body = {"model": "small", "prompt": asked, "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    body = {"model": "small", "prompt": asked, "max_tokens": 8, "temperature": 0, "ignore_eos": True, **fields}
     answer = server.post("/v1/completions", **body, return_token_ids=True)
+    assert answer["usage"]["prompt_tokens"] == len(asked)
     details = answer["usage"]["prompt_tokens_details"] or {}
     return answer["choices"][0]["token_ids"], details.get("cached_tokens", 0)
 
@@ -259,6 +273,61 @@ def test_the_metrics_of_a_server_count_loads_of_hicache(vllm: EngineProcess, ser
     assert after["vllm:hicache_loaded_seconds_total"] > before["vllm:hicache_loaded_seconds_total"]
     hits = "vllm:external_prefix_cache_hits_total"
     assert after[hits] - before[hits] == IN_PAGES
+
+
+def test_prompt_tokens_add_up_to_those_of_vllm_by_source_and_reason(
+    vllm: EngineProcess, store: Path, ports: tuple[int, int]
+) -> None:
+    asked = prompt("accounts")
+
+    def account(turn: list[int], *others: list[int]) -> dict[str, int]:
+        """Serve prompts. vLLM counts as many tokens, and as many cached ones."""
+        sent, before = [turn, *others], vllm.call("metrics")
+        with counting(ports[0], sum(map(len, sent))) as counted:
+            _, from_cache = generate(vllm, *sent)
+        after = vllm.call("metrics")
+        vllm_counted = [after[name] - before[name] for name in ("vllm:prompt_tokens", "vllm:prompt_tokens_cached")]
+        assert cached(counted) == sum(from_cache)
+        assert [counted.total(), cached(counted)] == vllm_counted
+        return dict(counted)
+
+    tail = len(asked) - IN_PAGES
+    with counting(ports[0], len(asked)) as counted:
+        _, files = stored(vllm, store, asked)
+    assert counted == {"new": IN_PAGES, "tail": tail}
+    assert account(asked) == {"device": ON_DEVICE, "tail": len(asked) - ON_DEVICE}
+    on_host_only(vllm)
+    assert account(asked) == {"host": IN_PAGES, "tail": tail}
+    assert account([*asked[:100], 7, *asked[101:]]) == {"device": 96, "new": IN_PAGES - 96, "tail": tail}
+    assert account([7, *asked[1:]]) == {"new": IN_PAGES, "tail": tail}  # a date at the begin of a system prompt
+    assert account(asked[:20]) == {"tail": 20}
+    assert account(*prompts("accounts at once", 3))["new"] == 3 * IN_PAGES
+    in_storage_only(vllm, "accounts")
+    assert account(asked) == {"storage": IN_PAGES, "tail": tail}
+    for path in files:
+        path.unlink()
+    in_storage_only(vllm, "accounts again")
+    assert account(asked) == {"evicted storage": IN_PAGES, "tail": tail}
+
+
+def test_prompt_tokens_add_up_to_the_usage_of_a_server(
+    vllm: EngineProcess, server: EngineServer, store: Path, ports: tuple[int, int]
+) -> None:
+    asked = prompt("accounts of a server")
+    stored(vllm, store, asked)
+
+    def account(asked: list[int], **fields: object) -> dict[str, int]:
+        with counting(ports[1], len(asked)) as counted:
+            _, from_cache = complete(server, asked, **fields)
+        assert cached(counted) == from_cache
+        return dict(counted)
+
+    tail = len(asked) - IN_PAGES
+    assert account(asked) == {"storage": IN_PAGES, "tail": tail}
+    assert account(asked, max_tokens=1) == {"device": ON_DEVICE, "tail": len(asked) - ON_DEVICE}
+    assert account(asked, prompt_logprobs=1) == {"unshared": IN_PAGES, "tail": tail}
+    assert account(asked, cache_salt="another tenant") == {"new": IN_PAGES, "tail": tail}
+    assert account([7, *asked[1:]], max_tokens=1) == {"new": IN_PAGES, "tail": tail}
 
 
 def test_subscribers_get_events_of_pages_on_the_host_and_in_files(

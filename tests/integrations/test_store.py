@@ -44,6 +44,11 @@ class OnePool(PoolStorage):
 Open = Callable[..., OnePool]
 
 
+def missed(storage: OnePool) -> dict[str, int]:
+    """Return the missed pages by reason."""
+    return {"/".join(filter(None, kind)): pages for kind, pages in storage.statistics().missed.items()}
+
+
 @pytest.fixture
 def opened() -> Iterator[Open]:
     """Open storages, and close them at the end."""
@@ -83,8 +88,10 @@ def test_pages_of_one_engine_are_hits_of_the_next_one(opened: Open, tmp_path: Pa
     assert second.lookup(KEYS) == 3
     assert second.read(KEYS[:4], pages) == [GetOutcome.HIT] * 3 + [GetOutcome.MISS]
     assert [page[256] for page in pages] == [1, 2, 3, 0]
+    assert missed(second) == {"new": 6}
     assert second.clear() == 3
     assert second.lookup(KEYS) == 0
+    assert missed(second) == {"new": 11, "evicted/cleared": 3}
 
 
 def test_a_damaged_page_is_a_miss(opened: Open, tmp_path: Path) -> None:
@@ -95,6 +102,10 @@ def test_a_damaged_page_is_a_miss(opened: Open, tmp_path: Path) -> None:
     data[300] ^= 1
     stored.write_bytes(data)
     assert storage.read(KEYS[:2], frames(0, 0)) == [GetOutcome.CORRUPT, GetOutcome.HIT]
+    assert missed(storage) == {"damaged": 1}
+    assert storage.has(KEYS[:3]) == [False, True, False]
+    assert storage.lookup(KEYS[:2]) == 0  # the second one is there, but cannot be used without the first one
+    assert missed(storage) == {"damaged": 4, "new": 1}
 
 
 def test_a_store_that_is_down_at_the_start_is_used_once_it_is_up(opened: Open, scratch: Path) -> None:
@@ -145,6 +156,9 @@ def test_writes_to_a_full_store_back_off_and_reads_are_hits(opened: Open, tmp_pa
     assert storage.write(KEYS[:1], frames(0), None) == [SetOutcome.ERROR]  # the store is not called
     assert storage.statistics().skipped[Direction.WRITE] == 1
     assert storage.lookup(KEYS) == stored
+    assert missed(storage) == {"not_stored/full": 8 - stored}
+    storage.write(more := [bytes([9]) * 32], frames(9), None)
+    assert storage.has(more) == [False] and missed(storage)["not_stored/paused"] == 1
 
 
 @pytest.mark.parametrize(("configured_s", "most_s"), [(1, math.inf), (60, 1)])
@@ -159,6 +173,7 @@ def test_a_slow_call_ends_at_its_deadline_and_the_next_call_is_skipped(
         assert call.result() == 0
     assert storage.lookup(KEYS) == 0
     assert storage.statistics().skipped[Direction.READ] == 1
+    assert missed(storage) == {"late/lookup": 8, "unavailable": 8}
     clock.advance(3600)  # ends the count of the stored pages
 
 
@@ -206,6 +221,8 @@ def test_metrics_count_calls_of_the_store_and_skipped_calls(opened: Open, tmp_pa
         'hicache_backend_set_pages_total{backend="file",outcome="stored"} 2.0',
         'hicache_backend_get_pages_total{backend="file",outcome="hit"} 2.0',
         'hicache_skipped_total{reason="store_paused"} 0.0',
+        'hicache_missed_pages_total{detail="",reason="new"} 1.0',
+        'hicache_missed_pages_total{detail="full",reason="not_stored"} 0.0',
         "hicache_storage_open_failures_total 0.0",
         "hicache_build_info",
     ):

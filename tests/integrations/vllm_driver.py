@@ -47,7 +47,8 @@ class Engine:
         page = BLOCK * form.page_blocks
         self.layout = BlockLayout(BLOCK, page, (BLOCK * REGIONS * SLOT,) * LAYERS, form.ranks, form.replicas)
         self.pool = SharedHostPool.open(name, self.layout.shape, form.pages, processes=1, timeout_s=WAIT_S)
-        storage = {"type": "file", "options": {"path": str(folder), "capacity": "16MiB", "free_space_floor": 0}}
+        options = {"path": str(folder), "capacity": "16MiB", "free_space_floor": 0, "max_age": form.max_age}
+        storage = {"type": "file", "options": options}
         config = HiCacheConfig.model_validate({
             "page_size": page, "load_back_threshold_tokens": 1, "break_even": {"mode": "always"},
             "prefetch": {"threshold_tokens": 1, "timeout_base": WAIT_S},
@@ -87,6 +88,9 @@ class Engine:
         self.before_update: Callable[[], object] = lambda: None  # called where vLLM handles aborts
         self._counts: dict[str, dict[str, int]] = {"received": {}, "released": {}}
         self._failed_pending: set[str] = set()
+        self._troubled: set[Request] = set()
+        # The tokens and the cached tokens of the last attempt of each request that has run without trouble.
+        self._attempts: dict[str, tuple[int, int]] = {}
 
     # Clients
 
@@ -272,6 +276,8 @@ class Engine:
                     local = []
                 found = self.scheduler.match(request, len(local) * BLOCK)
                 if request.skip_reading_prefix_cache:
+                    if found is None:  # its adapter is not identified, so it is not counted
+                        self._trouble(request)
                     found = 0
                 if found is None:
                     continue
@@ -291,12 +297,15 @@ class Engine:
             self.scheduler.allocated(request, request.blocks, external)
             request.matched += external
             request.num_computed_tokens = computed
-            if later:
+            if later:  # counted at the end of the load, also if it is aborted then
+                self._attempts.pop(request.request_id, None)
                 request.status = "loading"
                 continue
             self.waiting.remove(request)
             self.running.append(request)
             request.status = "running"
+            if request not in self._troubled:
+                self._attempts[request.request_id] = request.known, computed
             if external:
                 self.blocks.remember(request, computed)
             rows.append(self._row(request, tokens, 0))
@@ -326,6 +335,7 @@ class Engine:
         request.status = "waiting"
         if request.request_id in self.failed:
             self.failed.remove(request.request_id)
+            self._trouble(request)
             request.num_computed_tokens = 0
             self._free(request)
             return
@@ -473,8 +483,13 @@ class Engine:
                     request.num_computed_tokens = index * BLOCK
                     request.placeholders = 0
                     spoiled.add(request)
+                    self._trouble(request)
                     break
         return spoiled
+
+    def _trouble(self, request: Request) -> None:
+        self._troubled.add(request)
+        self._attempts.pop(request.request_id, None)
 
     def _all(self, kind: str, done: Done) -> set[str]:
         """Return the requests that all ranks have now reported, counted as in vLLM's KVOutputAggregator."""
@@ -522,6 +537,14 @@ class Engine:
         with side._called():
             assert self.cache.drain(WAIT_S)
             self.cache.check()
+        self.check_accounts()
+
+    def check_accounts(self) -> None:
+        """Compare the account of each request that has run with vLLM's own numbers."""
+        for rid, (tokens, cached) in self._attempts.items():
+            account = self.cache.explainer.recent[rid]
+            assert (account.tokens, account.cached) == (tokens, cached), (account, tokens, cached)
+            assert account.tokens == account.cached + sum(account.computed.values()), account
 
     def close(self) -> None:
         self.release("load", "save")

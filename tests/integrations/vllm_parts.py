@@ -234,6 +234,7 @@ class Form:
     caching: bool = True
     event_bytes: int = 1 << 26
     clock: Clock = SYSTEM_CLOCK
+    max_age: str | None = None  # of stored pages
 
 
 @dataclass(eq=False)

@@ -113,6 +113,9 @@ class Engine(World):
         )
         if request.shared_pages * self.cache.page_size != request.cached_tokens:
             raise Finding("counters", f"{request.shared_pages} shared pages, but {request.cached_tokens} cached tokens")
+        account = request.account
+        if account is None or account.tokens != account.cached + sum(account.computed.values()):
+            raise Finding("counters", f"each token of a prompt has one source, but the account is {account}")
         self._name_pages(running)
         self.running.append(running)
         if request.load is not None and self.random.random() < 0.2:

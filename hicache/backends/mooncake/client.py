@@ -1,8 +1,5 @@
 """The library's client: loaded, set up, shared, called, and closed after its last use.
 
-The system libraries that it needs are the system's own, or unpacked beside this Python:
-`python -m hicache_lab.devservers.install_libraries` installs or unpacks them.
-
 Backends with the same store, segment and network settings share one client. So when new weights reopen a store, the
 segment and the registered memory stay; a second client would need both twice.
 
@@ -13,15 +10,12 @@ closed client ends the process: a user must not leave with a call in flight.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import math
 import os
-import sys
 import threading
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from ...clock import SYSTEM_CLOCK, Clock
@@ -71,58 +65,9 @@ def join_store(options: MooncakeStorageOptions, clock: Clock = SYSTEM_CLOCK) -> 
     return client, pool
 
 
-def unpacked_libraries() -> Path:
-    """Return the folder of unpacked packages; it may not exist."""
-    return Path(sys.prefix) / "lib" / "hicache-system"
-
-
-def absent_libraries(libraries: Mapping[str, str]) -> list[str]:
-    """Return those of `libraries` that the system does not have."""
-    return [name for name in libraries if not _loads(name)]
-
-
-def preload(libraries: Mapping[str, str]) -> None:
-    """Load those of `libraries` that are only in the unpacked packages, for modules linked with them.
-
-    Raises ConfigError that names the Debian packages of missing libraries, or if an unpacked library cannot be loaded.
-    """
-    if not only_unpacked(libraries):
-        return
-    # Two copies of one library in a process conflict, so the system's libraries are not loaded here.
-    left = [path for path in sorted(unpacked_libraries().iterdir()) if not _loads(path.name)]
-    # Only the loader knows the order of their dependencies: repeat until all are loaded or none can be.
-    while left:
-        still = [path for path in left if not _loads(str(path))]
-        if len(still) == len(left):
-            raise ConfigError(
-                f"{still[0].name}: was unpacked into {unpacked_libraries()} and does not load; remove that folder, and "
-                f"run: sudo apt-get install {' '.join(libraries.values())}"
-            )
-        left = still
-
-
-def only_unpacked(libraries: Mapping[str, str]) -> list[str]:
-    """Return those of `libraries` that are only unpacked. Raises ConfigError for missing ones."""
-    absent = absent_libraries(libraries)
-    nowhere = [name for name in absent if not (unpacked_libraries() / name).exists()]
-    if nowhere:
-        packages = " ".join(libraries[name] for name in nowhere)
-        raise ConfigError(f"{', '.join(nowhere)} not found: sudo apt-get install {packages}")
-    return absent
-
-
-def _loads(name: str) -> bool:
-    try:
-        ctypes.CDLL(name, mode=ctypes.RTLD_GLOBAL)
-    except OSError:
-        return False
-    return True
-
-
 def load_library(options: MooncakeStorageOptions) -> Any:
-    """Load the module `mooncake.store` with the time limits of `options`. Raises ConfigError if it, or a system library
-    that it needs, is missing."""
-    preload(MOONCAKE_LIBRARIES)
+    """Load the module `mooncake.store` with the time limits of `options`. Raises MissingPackage if it, or a system
+    library that it needs, is missing."""
     for name, value in _environment(options).items():
         os.environ.setdefault(name, value)
     try:
@@ -130,7 +75,8 @@ def load_library(options: MooncakeStorageOptions) -> Any:
     except ImportError as error:
         raise MissingPackage(
             f"backend mooncake: its library cannot be loaded ({error}); {install_hint('mooncake')}; on a machine "
-            "without CUDA the extra is mooncake-cpu"
+            "without CUDA the extra is mooncake-cpu; for missing system libraries: sudo apt-get install "
+            f"{' '.join(MOONCAKE_LIBRARIES.values())}"
         ) from error
     return store
 

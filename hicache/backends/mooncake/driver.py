@@ -21,6 +21,7 @@ from ...clock import SYSTEM_CLOCK, Clock
 from ...config.mooncake_storage import MooncakeStorageOptions
 from ...errors import InvalidInput
 from ...frame import FrameCodec
+from ...mapping import address_of
 from ...units import MIB
 from ..base import StoredPage, Usage
 from ..driver import Answer
@@ -29,7 +30,6 @@ from ..pages import PageReads, PageWrites
 from . import codes
 from .admin import Admin, admin_address
 from .batches import MooncakeWrites, read_pages
-from .buffers import address_of
 from .session import ClientSession, Names, SessionManager, remove_unleased
 
 _log = logging.getLogger(__name__)

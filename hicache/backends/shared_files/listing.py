@@ -6,6 +6,7 @@ other engines remove pages at the same time.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import stat
@@ -29,17 +30,14 @@ _OF_ONE_FILE = frozenset({
 })
 
 
-class _OneFile:
+@contextlib.contextmanager
+def _one_file(besides: frozenset[int] = frozenset()) -> Iterator[None]:
     """Suppress the errors of one file or directory, except for those `besides`."""
-
-    def __init__(self, besides: frozenset[int] = frozenset()) -> None:
-        self._suppressed = _OF_ONE_FILE - besides
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: object, where: object) -> bool:
-        return isinstance(error, OSError) and not isinstance(error, RootLost) and error.errno in self._suppressed
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, RootLost) or error.errno not in _OF_ONE_FILE - besides:
+            raise
 
 
 class Listing:
@@ -61,7 +59,7 @@ class Listing:
         names = self._root.call(self._system.listdir, self._root.fd)
         for name in names:
             if name.startswith(TEMPORARY_LEASE):
-                with _OneFile():
+                with _one_file():
                     self._note_temporary(name, self._system.lstat(name, dir_fd=self._root.fd))
         for namespace in sorted(name for name in names if is_hex(name, 64) and name.startswith(prefix)):
             count = 0
@@ -100,23 +98,24 @@ class Listing:
             with system.opened(folder, LIST_FLAGS, dir_fd=self._root.fd) as fd:
                 found: list[tuple[str, os.stat_result]] = []
                 for name in sorted(filter(is_wanted, system.listdir(fd))):
-                    with _OneFile(besides=raised):
+                    with _one_file(besides=raised):
                         found.append((name, system.lstat(name, dir_fd=fd)))
                 return found
 
-        with _OneFile():
-            return self._root.call(read)
-        return []
+        entries: Sequence[tuple[str, os.stat_result]] = []
+        with _one_file():
+            entries = self._root.call(read)
+        return entries
 
     def tidy(self) -> None:
         """Remove the leftovers that the last listing has found: temporary files, and the directories of namespaces that
         had no pages. Both only if they are older than an hour."""
         system, root_fd = self._system, self._root.fd
         for temporary in self._temporaries:
-            with _OneFile():
+            with _one_file():
                 system.unlink(temporary, dir_fd=root_fd)
         for namespace in self._unused:
-            with _OneFile():
+            with _one_file():
                 if system.lstat(namespace, dir_fd=root_fd).st_mtime < self._clock.wall_s() - LEFTOVER_AGE_S:
                     remove_empty(system, root_fd, namespace)
         self._temporaries, self._unused = [], []

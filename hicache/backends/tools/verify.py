@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 from ...clock import Clock
+from ...config.files import OTHER_KINDS
 from ...config.guard import GuardConfig
 from ...errors import BackendUnavailable, InvalidInput, PageUnreadable
 from ...frame import FRAME_KEY_BYTES, HEADER_BYTES, Damage, Encoding, FrameCodec, FrameHeader, TagKind
@@ -46,14 +47,6 @@ _DAMAGE_PAGES = GuardConfig.damage_pages
 _LISTED_STEP = 1000
 # For a larger object the header is read first, to check whether it is a page.
 _LARGE_BYTES = 16 << 20
-_FILE_KINDS = {
-    stat.S_IFDIR: "a directory",
-    stat.S_IFLNK: "a symbolic link",
-    stat.S_IFIFO: "a FIFO",
-    stat.S_IFSOCK: "a socket",
-    stat.S_IFCHR: "a device",
-    stat.S_IFBLK: "a device",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,7 +301,7 @@ def inspect_page(path: str | os.PathLike[str], *, keys: PageKeys = NO_KEYS) -> P
     try:
         found = system.lstat(where)
         if not stat.S_ISREG(found.st_mode):
-            kind = _FILE_KINDS.get(stat.S_IFMT(found.st_mode), "not a regular file")
+            kind = OTHER_KINDS.get(stat.S_IFMT(found.st_mode), "not a regular file")
             return PageReport(found.st_size, damage=NOT_REGULAR, note=f"it is {kind}")
         names = (os.path.basename(os.path.dirname(folder)), name)
         page = read_page(found.st_size, lambda bytes_max: read_start(system, None, where, bytes_max), names, keys)

@@ -5,7 +5,7 @@
 const STATUS_MS = 2000, HISTORY_MS = 5000, TIMEOUT_MS = 5000, COLUMNS_MAX = 120, KEPT_S = 3600, FAULTS_SHOWN = 15, PROBLEMS_SHOWN = 10;
 const SVG = "http://www.w3.org/2000/svg";
 const $ = (id) => document.getElementById(id);
-let token = "", instance = "", rows = [], faults = [], sampleS = 5, answered = 0, bounds = [];
+let token = "", instance = "", rows = [], faults = [], sampleS = 5, answered = 0, bounds = [], missed = {};
 
 // Making elements
 
@@ -270,9 +270,33 @@ function show(status) {
   document.title = `${problems.length ? `(${problems.length}) ` : ""}hicache: ${status.state}`;
   showTiers(status);
   showTables(status);
+  missed = {};
+  for (const {sharing} of status.namespaces) {
+    for (const [reason, details] of Object.entries(sharing.missed)) {
+      for (const [detail, pages] of Object.entries(details)) add(missed, detail ? `${reason}/${detail}` : reason, pages);
+    }
+  }
+  showMissed();
 }
 
 // The last hour
+
+const MISSED = {new: "not seen before, or forgotten", "evicted/host": "evicted from the pool, and in no store",
+  "evicted/storage": "evicted by a store", "evicted/cleared": "removed on request", "not_stored/full": "the store was full",
+  "not_stored/paused": "the store was paused", "not_stored/failed": "the store failed to write it",
+  "late/lookup": "the lookup took too long", "late/read": "the read took too long", unavailable: "the store was not available",
+  damaged: "it failed verification", expired: "older than max_age"};
+const add = (counts, name, pages) => { counts[name] = (counts[name] ?? 0) + pages; };
+
+function showMissed() {
+  const hour = {};
+  rows.forEach((row) => Object.entries(row.missed).forEach(([name, pages]) => add(hour, name, pages)));
+  const all = total(hour), of = (counts, name) => counts[name] ?? 0;
+  const names = Object.keys({...missed, ...hour}).sort((one, other) => of(hour, other) - of(hour, one) || of(missed, other) - of(missed, one));
+  fill("missed", [["Reason"], ["What happened"], ["Pages, last hour", "n"], ["Share", "n"], ["Pages since start", "n"]],
+    names.map((name) => [name.replace("/", ": ").replace("_", " "), MISSED[name] ?? "", number(of(hour, name)),
+      all ? percent(of(hour, name) / all) : "", number(of(missed, name))]), "No page was missed.");
+}
 
 const FAULTS = {damage: "page damaged", breaker_opened: "breaker opened", failed_calls: "calls failed",
   rejected: "pages rejected", limit: "request rejected", client_lost: "engine lost"};
@@ -454,6 +478,7 @@ async function pollHistory() {
   rows = rows.filter((row) => row.time > end - KEPT_S);
   faults = history.faults;
   showFaults();
+  showMissed();
   renderAll();
 }
 

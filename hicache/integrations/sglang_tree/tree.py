@@ -103,6 +103,7 @@ class HiCacheTree(BasePrefixCache):
         self._take_events = take_events
         self._close = close
         self._matched: _Matched | None = None
+        self._no_key = RadixKey(b"", b"", cache.tree.position_bytes)  # of a prompt that the tree cannot hold
         self._prefetched: dict[str, int] = {}  # tokens before the prefetch of a waiting request
         self._has_computed = True  # in this step
         self._version = weight_version()
@@ -116,7 +117,7 @@ class HiCacheTree(BasePrefixCache):
         """Return the cached prefix, of which `init_load_back` can load the part on L2."""
         key = self._key(params.key.raw_token_ids(), params.key.extra_key, params.key.cache_salt)
         found = self.cache.nothing if key is None else self.cache.find(key)
-        self._matched = None if key is None or params.req is None else _Matched(params.req, key, found)
+        self._matched = None if params.req is None else _Matched(params.req, key or self._no_key, found)
         if params.req is not None and params.req.kv_hints is not None:
             self.cache.hint(params.req.kv_hints, params.req.rid)
         return MatchResult(
@@ -351,7 +352,8 @@ class HiCacheTree(BasePrefixCache):
         self.prefill.add(request)
         if not matched.is_loaded:
             found = Found(request.last_node, request.prefix_len // self.page_size, request.last_node, 0)
-        self.cache.begin(rid, matched.key, found, priority=request.priority or 0)
+        tokens = len(request.full_untruncated_fill_ids)
+        self.cache.begin(rid, matched.key, found, priority=request.priority or 0, prompt_tokens=tokens)
 
     def release_aborted_request(self, handle: CacheRequestHandle) -> None:
         """Stop the prefetch of a request that will not run."""

@@ -162,13 +162,16 @@ class SchedulerSide:
             rid, tracked = request.request_id, self._requests[request.request_id]
             if not self._begin(tracked):
                 return None
-            pages, start = self._prompt_pages(request), computed_tokens // self._layout.page_tokens
+            pages, (start, own_tokens) = self._prompt_pages(request), divmod(computed_tokens, self._layout.page_tokens)
             wanted = not request.skip_reading_prefix_cache and start < pages
             if wanted and not self.cache.check_prefetch(rid, start):
                 return None
             key = self._key(tracked, pages)
             # Also without wanted pages: the cache counts the request, and records the weights of its pages.
-            found = self.cache.lookup(rid, key, start, own_copy=not self._shares_blocks)
+            found = self.cache.lookup(
+                rid, key, start, own_copy=not self._shares_blocks, prompt_tokens=request.num_tokens,
+                own_tokens=own_tokens, unshared=request.skip_reading_prefix_cache,
+            )
             if found.loading and wanted:
                 return None
             tracked.start_tokens = computed_tokens

@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ...backends.base import Direction, GetOutcome
+from ...backends.missed import UNAVAILABLE, answer_of, loss_of, note_reads
 from ...backends.storage import Storage
 from ...clock import SYSTEM_CLOCK, Clock
 from ...config import HiCacheConfig
@@ -122,6 +123,7 @@ class ChunkTier:
         block.
         """
         if not self._gate.admits(Direction.READ):
+            self._gate.accounts.missing([self._key_of(name)], UNAVAILABLE)
             return False
         self._take_finished()
         return self._lookups.ask(name, request)
@@ -245,6 +247,7 @@ class ChunkTier:
                 if self._in_place:
                     self._log.warn("reset", "vllm tier: the reset waits for %d jobs in storage", len(self._jobs))
         self._lookups.refuse_all()
+        self._gate.accounts.cleared()
         namespace = replace(self._namespace, weights_epoch=epoch)
         self._gate.replace(functools.partial(self._open_namespace, namespace))
 
@@ -281,17 +284,20 @@ class ChunkTier:
             if self._clock() >= batch.deadline_s:
                 return
             beat()
-            keys = [self._key_of(batch.questions[position][0]) for position in part]
-            found = call.store.backend.batch_has(keys, deadline=batch.deadline_s)
+            keys, errors = [self._key_of(batch.questions[position][0]) for position in part], list[str]()
+            found = call.store.backend.batch_has(keys, deadline=batch.deadline_s, errors=errors)
+            lost = [key for key, is_there in zip(keys, found, strict=True) if not is_there]
+            self._gate.accounts.missing(lost, answer_of(errors, "lookup"))
             batch.answers += found
 
     def _read(self, job: TierJob, beat: _Beat) -> None:
         backend = job.store.backend
         for part in self._parts(job, beat):
             keys, pages = [job.keys[position] for position in part], self._pages(job, part)
-            began_s = self._clock()
-            outcomes = backend.batch_get(keys, pages, deadline=self._deadline_s(job))
+            began_s, errors = self._clock(), list[str]()
+            outcomes = backend.batch_get(keys, pages, deadline=self._deadline_s(job), errors=errors)
             job.seconds += self._clock() - began_s
+            note_reads(self._gate.accounts, keys, outcomes, errors)
             with job.lock:
                 if not job.belongs():
                     return
@@ -317,9 +323,11 @@ class ChunkTier:
                 for position, page in zip(part, pages, strict=True):
                     if isinstance(page, memoryview):
                         self._rows.fill_frame(job.rows[position], page)
-            began_s = self._clock()
-            outcomes = backend.batch_set(keys, pages, parent=None, deadline=self._deadline_s(job))
+            began_s, errors = self._clock(), list[str]()
+            outcomes = backend.batch_set(keys, pages, parent=None, deadline=self._deadline_s(job), errors=errors)
             job.seconds += self._clock() - began_s
+            for key, outcome in zip(keys, outcomes, strict=True):
+                self._gate.accounts.left([key], loss_of(outcome, errors))
             with job.lock:
                 if not job.belongs():
                     return

@@ -8,6 +8,7 @@ from typing import Any
 
 from hicache.cache.statistics import SKIP_REASONS
 from hicache.daemon.metrics import DAEMON_METRICS, NAMESPACE_METRICS
+from hicache.integrations.store import STORAGE_METRICS
 from hicache.metrics.families import CACHE_METRICS
 from hicache.metrics.spec import BUILD_INFO, MetricSpec
 from hicache.metrics.stores import STORE_METRICS
@@ -48,11 +49,14 @@ scrape_configs:
   ([deploy.md](deploy.md)).
 
 An engine that uses a daemon has only the store `remote`; the daemon exports the stores behind it. For the hits of all
-engines, use `sum by (tier) (rate(hicache_hit_tokens_total[5m]))`.
+engines, use `sum by (tier) (rate(hicache_hit_tokens_total[5m]))`. The metrics of tokens have
+[names of OpenTelemetry's conventions for generative AI](explain.md#names-for-a-bill) too.
 """
 _SECTIONS: tuple[tuple[str, str, Iterable[MetricSpec[Any]]], ...] = (
     ("Every process", "", (BUILD_INFO,)),
     ("An engine's cache", "For each cache with an exporter.", CACHE_METRICS),
+    ("An engine whose storage is HiCache", "vLLM with the tier, and SGLang with the storage backend. Also `Stores`.",
+     STORAGE_METRICS),
     ("Stores", "For each store, with its name as the label `backend`; each part of a composition is a store. A daemon "
      "adds the label `namespace`, the first 8 digits of the namespace, as in log lines.", STORE_METRICS),
     ("A daemon", "", DAEMON_METRICS),

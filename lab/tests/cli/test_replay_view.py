@@ -53,6 +53,11 @@ def test_no_number_of_the_summary_is_cut(width: int) -> None:
         assert number in text, number
 
 
+def test_the_summary_has_the_reasons_of_computed_tokens_the_most_frequent_first() -> None:
+    assert re.search(r"\nnew +287 +70.5 %\n *evicted host +100 +24.6 %\n", shown(example(), 80))
+    assert "by reason" not in shown(example(tokens=replace(example().tokens, reasons={})), 80), "an earlier report"
+
+
 def test_progress_shows_the_shares_of_the_tiers_and_wrong_bytes(tmp_path: Path) -> None:
     one = job(tmp_path, [], small_config(storage=None), requests=20, processes=2, whole_trace_each=True)
     now = sample(9.0, 1000, device=100, host=200, storage=50)

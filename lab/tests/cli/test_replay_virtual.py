@@ -58,6 +58,7 @@ def test_the_samples_are_rows_of_a_csv_file(tmp_path: Path, trace: Path) -> None
     rows = list(csv.DictReader(io.StringIO((tmp_path / "samples.csv").read_text())))
     assert int(rows[-1]["requests"]) == 24 and float(rows[-1]["elapsed_s"]) >= float(rows[0]["elapsed_s"])
     assert int(rows[-1]["prompt_tokens"]) == 24 * 1024 and int(rows[-1]["hit_tokens.storage"]) > 0
+    assert int(rows[-1]["computed_tokens.tail"]) > 0 and rows[-1]["computed_tokens.damaged"] == "0"
 
 
 def test_two_reports_are_compared_by_setup_and_figures(tmp_path: Path, trace: Path) -> None:
@@ -70,6 +71,7 @@ def test_two_reports_are_compared_by_setup_and_figures(tmp_path: Path, trace: Pa
     assert rows["host_pages"] == ["64", "512"]
     assert rows["virtual.storage.read_bytes_per_s"] == ["3000000000.0", "1000000.0"]
     assert rows["requests"] == ["24", "24", "="]
+    assert rows["computed: tail"] == ["1,536", "1,536", "="]
     assert rows["tokens from L2 host"][0] == "0" and rows["tokens from L2 host"][2] == "new"
     assert "page_size" not in output, "equal in both"
     code, output = invoke("replay", "diff", str(small), str(small))

@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.mooncake import client as system_libraries
-from hicache.backends.mooncake.client import preload
 from hicache.errors import ConfigError, MissingPackage
 from hicache_lab.devservers.install_libraries import unpack, unpack_programs
+from hicache_lab.devservers.libraries import load_at_start, only_unpacked, unpacked_libraries
 from hicache_lab.devservers.mooncake import library_path
 from hicache_lab.devservers.packages import prometheus_program
 
@@ -26,36 +25,46 @@ NOWHERE = {"libhicache-nowhere.so.1": "libhicache1"}
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty place for unpacked libraries."""
     monkeypatch.setattr(sys, "prefix", str(tmp_path))
-    folder = system_libraries.unpacked_libraries()
+    folder = unpacked_libraries()
     folder.mkdir(parents=True)
     return folder
 
 
 def test_libraries_of_the_system_need_nothing(folder: Path) -> None:
     assert library_path(THERE) == {}
-    preload(THERE)
+    load_at_start(THERE, folder)
+    assert not list(folder.iterdir())
 
 
-@pytest.mark.parametrize("use", [library_path, preload])
+@pytest.mark.parametrize("use", [library_path, only_unpacked])
 def test_a_missing_library_is_an_error_that_names_its_package(use: object, folder: Path) -> None:
     assert callable(use)
     with pytest.raises(ConfigError, match="apt-get install libhicache1"):
         use(NOWHERE)
 
 
-def test_an_unpacked_library_is_found_by_programs_and_loaded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unpacked_library_is_found_by_programs_and_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     some = next(found for top in ("lib", "usr/lib") for found in Path("/", top).glob("*/libz.so.1"))
     shutil.copyfile(some, folder / "libhicache-nowhere.so.1")
     monkeypatch.setenv("LD_LIBRARY_PATH", "before")
     assert library_path(NOWHERE) == {"LD_LIBRARY_PATH": f"{folder}:before"}
-    preload(NOWHERE)
-    assert str(folder / "libhicache-nowhere.so.1") in Path("/proc/self/maps").read_text()
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    load_at_start(NOWHERE, packages)
+    found = f"site.addsitedir({str(packages)!r}); print(open('/proc/self/maps').read())"
+    done = subprocess.run([sys.executable, "-c", f"import site; {found}"], capture_output=True, text=True, check=True)
+    assert str(folder / "libhicache-nowhere.so.1") in done.stdout and not done.stderr
+    shutil.rmtree(folder)
+    done = subprocess.run([sys.executable, "-c", f"import site; {found}"], capture_output=True, text=True, check=True)
+    assert not done.stderr
 
 
 def test_an_unpacked_file_that_is_not_a_library_is_named(folder: Path) -> None:
     (folder / "libhicache-nowhere.so.1").write_bytes(b"no library")
     with pytest.raises(ConfigError, match=r"nowhere\.so\.1: was unpacked .* does not load; .* libhicache1"):
-        preload(NOWHERE)
+        load_at_start(NOWHERE, folder)
 
 
 APT_GET = """#!/bin/sh

@@ -80,6 +80,7 @@ def test_the_page_names_the_numbers_of_the_report_and_compares_the_hits_with_ide
     for shown in (
         "60.0 %", "some <trace>.jsonl", "1,000", "3.9 KiB", "wrong bytes of 976.6 KiB", "no backup to L2",
         "ideal LRU of 87,681 pages (hits: 93.8 % of it)", "optimum of 87,681 pages (hits: 80.0 % of it)",
+        "What was computed, and why", "evicted host", "24.6 %",
     ):
         assert shown in text, shown
     assert "ideal LRU of" not in html_report(example(ideal=None))

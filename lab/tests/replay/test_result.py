@@ -51,7 +51,7 @@ def example(**changes: object) -> ReplayResult:
         requests=Requests(ended=9, too_long=1, unfinished=0, preempted=2, late_s=0.5, last_end_s=2.0),
         tokens=TokenCounts(
             prompt=1000, output=90, seen=800, hits={"device": 300, "host": 200, "storage": 100}, computed=400,
-            recomputed=7,
+            recomputed=7, reasons={"new": 287, "evicted.host": 100, "evicted.device": 10, "tail": 10},
         ),
         checked_bytes=1_000_000,
         wrong_bytes=0,

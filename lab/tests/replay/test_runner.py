@@ -37,6 +37,10 @@ def test_a_repeated_prompt_comes_from_l1(tmp_path: Path) -> None:
         # The last page of a prompt is computed, since the logits of its last token are wanted.
         assert hits(replay) == (960, 0, 0)
         assert replay.model.counts.computed_tokens == 1024 + 64
+        result = replay.result()
+        assert result.tokens.reasons == {"new": 960, "tail": 128}
+        assert {reason: count for reason, count in result.samples[-1].computed_tokens.items() if count} == {
+            "new": 960, "tail": 128}
         assert replay.model.counts.wrong.total() == 0
 
 
@@ -100,6 +104,9 @@ def test_a_synthetic_trace_through_tiers_far_too_small_has_no_wrong_byte(tmp_pat
         assert hits(replay)[0] > 0 and sum(hits(replay)[1:]) > 0, "only one tier was ever hit"
         assert sum(hits(replay)) + replay.model.counts.computed_tokens == replay.model.counts.prompt_tokens
         assert sum(hits(replay)) <= replay.model.counts.seen_tokens
+        tokens = replay.result().tokens
+        assert sum(tokens.reasons.values()) == tokens.computed + tokens.recomputed
+        assert tokens.reasons["new"] > 0 and any(name.startswith("evicted.") for name in tokens.reasons)
 
 
 def test_different_models_have_different_namespaces() -> None:

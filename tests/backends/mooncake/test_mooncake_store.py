@@ -14,7 +14,6 @@ from hicache.backends.base import SetOutcome
 from hicache.backends.errors import StoreError
 from hicache.backends.mooncake import MooncakeDriver, codes
 from hicache.backends.mooncake.admin import admin_address
-from hicache.backends.mooncake.buffers import address_of
 from hicache.backends.mooncake.client import Client
 from hicache.backends.mooncake.session import RENEW_EVERY_S, ClientSession, SessionManager
 from hicache.backends.store import Store
@@ -22,6 +21,7 @@ from hicache.config import MooncakeStorageOptions, load_config
 from hicache.config.mooncake_storage import MooncakeStorage
 from hicache.errors import BackendError, ConfigError, InvalidInput
 from hicache.frame import HEADER_BYTES, FrameCodec, PageView
+from hicache.mapping import address_of
 from hicache.units import MIB
 from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import (

@@ -35,8 +35,8 @@ def diff_lines(first: ReplayResult, second: ReplayResult) -> Iterator[str]:
         if found[0] != found[1]:
             rows.append((name, *found, ""))
     figures = [_figures(result) for result in (first, second)]
-    for name, before in figures[0].items():
-        after = figures[1][name]
+    for name in dict.fromkeys([*figures[0], *figures[1]]):
+        before, after = (found.get(name, 0) for found in figures)
         rows.append((name, _shown(before), _shown(after), _change(before, after)))
     yield from table(("", "first>", "second>", "change>"), rows)
 
@@ -49,6 +49,7 @@ def _figures(result: ReplayResult) -> dict[str, float]:
         "prompt tokens": result.tokens.prompt,
         **{f"tokens from {name}": result.tokens.hits.get(tier, 0) for tier, name in TIER_NAMES.items()},
         "tokens computed": result.tokens.computed,
+        **{f"computed: {name.replace('.', ' ')}": count for name, count in result.tokens.reasons.items()},
         "first token, mean, ms": first.total_us / max(1, first.count) / 1000,
         "first token, p50, ms": first.p50_us / 1000,
         "first token, p99, ms": first.p99_us / 1000,

@@ -14,7 +14,7 @@ from hicache.errors import InvalidInput
 from hicache.units import counted, format_share, format_size
 
 from ..replay.job import ReplayJob
-from ..replay.report import REASONS, WAY_NAMES, flattened_drops, hint_rows, ideal_rows
+from ..replay.report import REASONS, WAY_NAMES, flattened_drops, hint_rows, ideal_rows, reason_rows
 from ..replay.result import ReplayResult, Sample
 from ..replay.timing import SchedulerTimes
 from ..tier_names import TIER_NAMES
@@ -52,6 +52,8 @@ def print_summary(console: Console, result: ReplayResult) -> None:
     costs = ("call", "count>", "p50>", "p90>", "p99>", "p99.9>", "max>")
     _print_table(console, "sources of prompt tokens", ("source", "tokens>", "share>", "pages evicted>"),
                  _source_rows(result))
+    if reasons := reason_rows(result):
+        _print_table(console, "tokens computed, by reason", ("reason", "tokens>", "share>"), reasons)
     first = result.first_token
     if first.count:
         times = (first.total_us / first.count, first.p50_us, first.p90_us, first.p99_us, first.max_us)

@@ -2,8 +2,8 @@
 `python -m hicache_lab.devservers.install_libraries`.
 
 As root on Debian or Ubuntu it installs the libraries; otherwise it downloads their packages and unpacks them beside
-this Python, which needs no rights. Prometheus is always unpacked, because its package would start a service. Chromium
-needs a hundred libraries, so only root can install it.
+this Python, which then loads them when it starts; this needs no rights. Prometheus is always unpacked, because its
+package would start a service. Chromium needs a hundred libraries, so only root can install it.
 The exit code is 0 if everything is present, and 1 after a message that names the packages to install by hand.
 """
 
@@ -14,13 +14,15 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from hicache.backends.mooncake.client import MOONCAKE_LIBRARIES, absent_libraries, preload, unpacked_libraries
+from hicache.backends.mooncake.client import MOONCAKE_LIBRARIES
 from hicache.errors import ConfigError, MissingPackage
 
+from .libraries import absent_libraries, load_at_start, unpacked_libraries
 from .packages import PROMETHEUS_PROGRAMS, prometheus_program
 
 _TIMEOUT_S = 300
@@ -92,7 +94,7 @@ def _get_libraries() -> str:
             install(missing)
         elif missing:
             unpack(missing, unpacked_libraries())
-        preload(MOONCAKE_LIBRARIES)
+        load_at_start(MOONCAKE_LIBRARIES, Path(sysconfig.get_path("purelib")))
     except (OSError, subprocess.SubprocessError, ConfigError) as error:
         return f"{error}\nMooncake needs system libraries; run: sudo apt-get install {' '.join(missing)}"
     return ""

@@ -9,11 +9,12 @@ import urllib.request
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from hicache.backends.mooncake.client import MOONCAKE_LIBRARIES, only_unpacked, unpacked_libraries
+from hicache.backends.mooncake.client import MOONCAKE_LIBRARIES
 from hicache.errors import BackendUnavailable
 from hicache.units import MIB
 
 from .base import Command, DevServer, ServerGroup, Storage
+from .libraries import only_unpacked, unpacked_libraries
 from .packages import package_file
 from .ports import LOOPBACK
 

@@ -46,6 +46,10 @@ def html_report(result: ReplayResult) -> str:
         "trace, which an unlimited cache would have, and the hits of ideal caches as large as all tiers together: the "
         "optimum, which knows the future, and an LRU.</p>",
         _sources(result),
+        "<h2>What was computed, and why</h2>",
+        "<p>Prompt tokens that were computed, by reason and detail, also those of preempted requests. docs/explain.md "
+        "says what to do about each.</p>",
+        html_table(("reason", "tokens", "share"), reason_rows(result)),
         "<h2>Occupancy of the tiers</h2>",
         _occupancy(result),
         "<h2>Bytes moved, pages evicted</h2>",
@@ -78,6 +82,14 @@ def hint_rows(result: ReplayResult) -> list[tuple[str, str, str]]:
     """Return the outcomes of hints: action, outcome and count."""
     return [(action, outcome, f"{count:,}") for action, outcomes in (result.hints or {}).items()
             for outcome, count in outcomes.items()]
+
+
+def reason_rows(result: ReplayResult) -> list[tuple[str, str, str]]:
+    """Return the reasons of computed tokens, the most frequent first: reason and detail, tokens, and their share."""
+    reasons = result.tokens.reasons
+    total = sum(reasons.values())
+    return [(name.replace(".", " "), f"{count:,}", format_share(count, total))
+            for name, count in sorted(reasons.items(), key=lambda one: -one[1])]
 
 
 def ideal_rows(result: ReplayResult) -> Iterator[tuple[str, int]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -22,7 +22,7 @@ class Sample:
     """The state at one moment. Counts are totals since the start; tokens of prompts count when a request begins.
 
     `hit_tokens` is by tier. `moved_bytes` is by direction: device_to_host, host_to_device, host_to_storage,
-    storage_to_host.
+    storage_to_host. `computed_tokens` is by reason; see `TokenCounts`.
     """
 
     elapsed_s: float
@@ -36,6 +36,7 @@ class Sample:
     storage_bytes: int
     moved_bytes: Mapping[str, int]
     wrong_bytes: int
+    computed_tokens: Mapping[str, int] = field(default_factory=dict)  # reports of earlier versions do not have it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +87,8 @@ class Requests:
 class TokenCounts:
     """`prompt` and `output` tokens of requests that began, with the whole output even of requests that did not end.
     `seen` prompt tokens had occurred before in the trace: an unlimited cache could have had them. `hits` is by tier,
-    `computed` is the rest. `recomputed` tokens were computed again after preemptions."""
+    `computed` is the rest. `recomputed` tokens were computed again after preemptions. `reasons` are those of both, by
+    reason and detail, such as `evicted.host`; reports of earlier versions do not have them."""
 
     prompt: int
     output: int
@@ -94,6 +96,7 @@ class TokenCounts:
     hits: Mapping[str, int]
     computed: int
     recomputed: int
+    reasons: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

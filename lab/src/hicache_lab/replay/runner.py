@@ -21,6 +21,7 @@ from hicache.cli.model_shapes import PRESETS
 from hicache.clock import SYSTEM_CLOCK, Clock
 from hicache.errors import InvalidInput
 from hicache.geometry import KVLayout
+from hicache.ghosts import DETAILS, KINDS, Reason
 from hicache.keys import Namespace
 
 from ..engine import Engine, EngineOptions
@@ -199,6 +200,8 @@ class Replay:
             storage_bytes=0 if usage is None else usage.bytes,
             moved_bytes=moved_bytes(state),
             wrong_bytes=counts.wrong.total(),
+            computed_tokens={reason.value: sum(state.computed_tokens.get((reason, detail), 0)
+                                               for detail in DETAILS.get(reason, ("",))) for reason in Reason},
         )
         self.series.add(sample)
         return sample
@@ -223,7 +226,7 @@ class Replay:
                 late_s=self.late_s,
                 last_end_s=self.last_end_s,
             ),
-            tokens=counts.tokens(),
+            tokens=counts.tokens(_reasons(state)),
             checked_bytes=counts.checked_bytes,
             wrong_bytes=counts.wrong.total(),
             wrong_bytes_by_source=dict(counts.wrong),
@@ -255,6 +258,12 @@ def moved_bytes(state: CacheStatistics) -> dict[str, int]:
         "host_to_storage": 0 if backend is None else backend.written_bytes,
         "storage_to_host": 0 if backend is None else backend.read_bytes,
     }
+
+
+def _reasons(state: CacheStatistics) -> dict[str, int]:
+    """Return the computed tokens by reason and detail, such as `evicted.host`, without zeros."""
+    counts = {".".join(filter(None, kind)): state.computed_tokens.get(kind, 0) for kind in KINDS}
+    return {name: count for name, count in counts.items() if count}
 
 
 def _outcomes(state: CacheStatistics) -> dict[str, dict[str, int]]:

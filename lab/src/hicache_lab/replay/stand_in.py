@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -71,8 +71,8 @@ class Counts:
     hits: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(TIERS, 0)))
     wrong: Counter[str] = field(default_factory=lambda: Counter(dict.fromkeys(SOURCES, 0)))
 
-    def tokens(self) -> TokenCounts:
-        """Return the counts of tokens, as a value."""
+    def tokens(self, reasons: Mapping[str, int]) -> TokenCounts:
+        """Return the counts of tokens, as a value. `reasons` are the cache's."""
         return TokenCounts(
             prompt=self.prompt_tokens,
             output=self.output_tokens,
@@ -80,6 +80,7 @@ class Counts:
             hits=dict(self.hits),
             computed=self.computed_tokens,
             recomputed=self.recomputed_tokens,
+            reasons=reasons,
         )
 
 
