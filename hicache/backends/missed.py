@@ -31,9 +31,16 @@ def note_reads(
     accounts: PageAccounts, keys: Sequence[bytes], outcomes: Sequence[GetOutcome], errors: Sequence[str]
 ) -> None:
     """Record what a read shows of its pages, and count those that it did not get."""
-    answer = answer_of(errors, "read")
-    for key, outcome in zip(keys, outcomes, strict=True):
-        if outcome in (GetOutcome.HIT, GetOutcome.CORRUPT):
-            accounts.left([key], None if outcome is GetOutcome.HIT else DAMAGED)
-        if outcome is not GetOutcome.HIT:
-            accounts.missing([key], answer)
+    found = list(zip(keys, outcomes, strict=True))
+    for outcome, loss in ((GetOutcome.HIT, None), (GetOutcome.CORRUPT, DAMAGED)):
+        accounts.left([key for key, one in found if one is outcome], loss)
+    accounts.missing([key for key, one in found if one is not GetOutcome.HIT], answer_of(errors, "read"))
+
+
+def note_writes(
+    accounts: PageAccounts, keys: Sequence[bytes], outcomes: Sequence[SetOutcome], errors: Sequence[str]
+) -> None:
+    """Record why pages of a write will be missed."""
+    for outcome in set(outcomes):
+        written = [key for key, one in zip(keys, outcomes, strict=True) if one is outcome]
+        accounts.left(written, loss_of(outcome, errors))

@@ -31,7 +31,7 @@ from prometheus_client.registry import Collector
 from ..backends.base import Direction, GetOutcome, SetOutcome
 from ..backends.compose import CopyStatistics, copies_of
 from ..backends.errors import ErrorKind
-from ..backends.missed import answer_of, loss_of, note_reads
+from ..backends.missed import answer_of, note_reads, note_writes
 from ..backends.opening import StorageOpener
 from ..backends.slot import OpenBackend
 from ..backends.storage import Storage, StoreStatistics, named_stores
@@ -300,8 +300,7 @@ class PoolStorage:
             lambda store, until, errors: store.batch_set(keys, pages, parent=parent, deadline=until, errors=errors),
             lambda outcomes: all(outcome.is_stored for outcome in outcomes),
         )
-        for key, outcome in zip(keys, outcomes, strict=True):
-            self._gate.accounts.left([key], loss_of(outcome, errors))
+        note_writes(self._gate.accounts, keys, outcomes, errors)
         return outcomes
 
     def clear(self, deadline: float | None = None) -> int:

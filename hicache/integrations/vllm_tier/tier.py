@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias
 
 from ...backends.base import Direction, GetOutcome
-from ...backends.missed import UNAVAILABLE, answer_of, loss_of, note_reads
+from ...backends.missed import UNAVAILABLE, answer_of, note_reads, note_writes
 from ...backends.storage import Storage
 from ...clock import SYSTEM_CLOCK, Clock
 from ...config import HiCacheConfig
@@ -326,8 +326,7 @@ class ChunkTier:
             began_s, errors = self._clock(), list[str]()
             outcomes = backend.batch_set(keys, pages, parent=None, deadline=self._deadline_s(job), errors=errors)
             job.seconds += self._clock() - began_s
-            for key, outcome in zip(keys, outcomes, strict=True):
-                self._gate.accounts.left([key], loss_of(outcome, errors))
+            note_writes(self._gate.accounts, keys, outcomes, errors)
             with job.lock:
                 if not job.belongs():
                     return
