@@ -196,8 +196,8 @@ class ExplainConfig(Section):
 
     pages: Count = Field(default=131_072, ge=0, le=1 << 24)
     """Evicted pages that are remembered, at about 80 bytes each, so that a later prompt shows that its pages were here.
-    At 0 they count as `new`, which saves the scheduler about 0.5 us per evicted page. More than the host holds is useful
-    only with a larger store."""
+    At 0 they count as `new`, which saves the scheduler about 0.5 us per evicted page. More than the host holds is
+    useful only with a larger store."""
 
 
 class RanksConfig(Section):
