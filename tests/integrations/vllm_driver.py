@@ -84,6 +84,7 @@ class Engine:
         self.failed: set[str] = set()
         self.queue: deque[Done] = deque()
         self.garbage_allowed = False
+        self.compares_accounts = True
         self.measured: list[Forward] = []
         self.before_update: Callable[[], object] = lambda: None  # called where vLLM handles aborts
         self._counts: dict[str, dict[str, int]] = {"received": {}, "released": {}}
@@ -543,8 +544,9 @@ class Engine:
         """Compare the account of each request that has run with vLLM's own numbers."""
         for rid, (tokens, cached) in self._attempts.items():
             account = self.cache.explainer.recent[rid]
-            assert (account.tokens, account.cached) == (tokens, cached), (account, tokens, cached)
             assert account.tokens == account.cached + sum(account.computed.values()), account
+            if self.compares_accounts:
+                assert (account.tokens, account.cached) == (tokens, cached), (account, tokens, cached)
 
     def close(self) -> None:
         self.release("load", "save")
