@@ -121,7 +121,7 @@ class PageAccounts:
     Remembers about `pages_max` pages that are not in memory. Those in storage are among them: if storage answers
     without one, it was evicted there, or is older than `max_age_s`.
 
-    Locking design: `_lock` guards all fields, for a few hundred pages at a time; no other lock is taken while it is held.
+    Locking design: `_lock` guards all fields, for a few hundred pages at a time, and no other lock is taken then.
     """
 
     def __init__(self, pages_max: int, max_age_s: float = math.inf, clock: Clock = SYSTEM_CLOCK) -> None:
