@@ -101,7 +101,7 @@ class GhostIndex:
 
 def page_ids(prior: int, run: bytes | memoryview, page_bytes: int) -> list[int]:
     """Return the identity of each page of `run`, key bytes after the page with the identity `prior`: the XXH64 hash of
-    the page, with the identity of the page before as the seed. Takes 0.06 us per page of 64 tokens, and 0.25 us without
+    the page, with the identity of the page before as the seed. Takes 0.07 us per page of 64 tokens, and 0.3 us without
     the native helper."""
     if native_page_ids is not None:
         return native_page_ids(prior, run, page_bytes)
