@@ -52,8 +52,7 @@ class BackgroundTask:
         return self._pool.errors
 
     def wake(self, at_s: float = -math.inf) -> None:
-        """Run the work at `at_s` at the latest; immediately by default. Replaces the thread as `tend` does. Does not
-        block."""
+        """Run the work at `at_s` at the latest; by default now. Replaces the thread as `tend` does. Does not block."""
         with self._state:
             if at_s < self._next_at:
                 self._next_at = at_s
@@ -66,8 +65,7 @@ class BackgroundTask:
             self._tend()
 
     def close(self, timeout_s: float) -> bool:
-        """End the thread after its current work. Blocks. Return False if the thread hangs and is abandoned. Idempotent.
-        """
+        """End the thread after its current work. Blocks. Return False if it hangs and is abandoned. Idempotent."""
         with self._state:
             self._closed = True
             self._state.notify_all()

@@ -39,8 +39,7 @@ class WrongThread(InvalidInput):
 
 
 class ConfigError(HiCacheError, ValueError):
-    """A configuration is rejected. The message names the path of the bad entry and, for typos, the nearest valid name.
-    """
+    """A configuration is rejected. The message has the path of the bad entry, and for typos the nearest name."""
 
 
 class MissingPackage(ConfigError, ImportError):

@@ -9,8 +9,7 @@ without it, or if it is damaged, all bytes are read. The state that a trainer sa
 
 An engine loads weights at another time than HiCache reads their files. `loaded_fingerprint` is for such weights: it
 returns a unique name if a file, or a link or folder by which it is reached, changed after a given time. It trusts the
-clock of the file system, and does not detect that a file was removed, or that a folder was renamed and then got or lost
-an entry.
+clock of the file system, and does not detect that a file was removed, or that a renamed folder got or lost an entry.
 """
 
 from __future__ import annotations

@@ -17,9 +17,7 @@ from .arguments import encoded, instance, whole
 from .errors import InvalidInput
 
 # Bytes of one element, by torch's name of the dtype. A daemon without torch also computes sizes.
-DTYPE_BYTES = {
-    "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1,
-}
+DTYPE_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1, "uint8": 1}
 
 PAGE_SIZE_MAX = 1024
 # Far above any model.

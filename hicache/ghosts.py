@@ -19,7 +19,7 @@ import numpy as np
 from xxhash import xxh64_intdigest
 
 from .clock import SYSTEM_CLOCK, Clock
-from .lazy import native
+from .lazy import native, untrack
 
 
 class Reason(enum.StrEnum):
@@ -51,6 +51,7 @@ Kind: TypeAlias = tuple[Reason, str]
 KINDS: list[Kind] = [(reason, detail) for reason in Reason for detail in DETAILS.get(reason, ("",))]
 # The optional native helper.
 native_page_ids: Callable[[int, bytes | memoryview, int], list[int]] | None = native("page_ids")
+native_last_page_id: Callable[[int, bytes | memoryview, int], int] | None = native("last_page_id")
 # Pages of one turn with the lock of `PageAccounts`: about 0.3 ms.
 _TURN_PAGES = 256
 # An index forgets its oldest pages this share at a time.
@@ -87,6 +88,8 @@ class GhostIndex:
                 return
             self._generations.appendleft(newest := {})
         newest.update(dict.fromkeys(pages, departure))
+        untrack(departure)
+        untrack(newest)
 
     def find(self, page: int) -> Departure | None:
         """Return the last departure of a page; None if it is not known."""
@@ -107,6 +110,13 @@ def page_ids(prior: int, run: bytes | memoryview, page_bytes: int) -> list[int]:
         return native_page_ids(prior, run, page_bytes)
     starts = range(0, len(run), page_bytes)
     return [prior := xxh64_intdigest(run[start : start + page_bytes], prior) for start in starts]
+
+
+def last_page_id(prior: int, run: bytes | memoryview, page_bytes: int) -> int:
+    """Return the last of `page_ids`, in 9 ns per page of one token; `prior` if there are none."""
+    if native_last_page_id is not None:
+        return native_last_page_id(prior, run, page_bytes)
+    return [prior, *page_ids(prior, run, page_bytes)][-1]
 
 
 def key_ids(page_keys: bytes) -> list[int]:

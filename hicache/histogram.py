@@ -11,8 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# Upper bounds, each twice the previous one. A step of a scheduler takes microseconds, or the time until all ranks
-# agree.
+# Upper bounds, each twice the previous one. A step of a scheduler takes microseconds, or until all ranks agree.
 STEP_BOUNDS_S = tuple(0.000005 * 2**step for step in range(19))
 # For calls, copies and waits: 100 us (a lookup in memory), doubling up to 26 s (longer than any deadline). The last
 # bucket counts longer ones.
@@ -29,20 +28,6 @@ class HistogramStatistics:
     bounds: Sequence[float]
     counts: Sequence[int]
     total: float
-
-
-@dataclass(frozen=True, slots=True)
-class LatencyStatistics:
-    """`counts[i]` is the number of calls that took up to `BOUNDS_S[i]` seconds and more than the previous bound; the
-    last count is that of longer calls."""
-
-    counts: tuple[int, ...]
-    seconds: float
-
-    @property
-    def calls(self) -> int:
-        """The number of calls."""
-        return sum(self.counts)
 
 
 class Histogram:
@@ -63,7 +48,3 @@ class Histogram:
     def statistics(self) -> HistogramStatistics:
         """Return a snapshot."""
         return HistogramStatistics(self._bounds, tuple(self._counts), self._total)
-
-    def latency(self) -> LatencyStatistics:
-        """Return a snapshot of times. REQUIRES: the bounds are `BOUNDS_S`."""
-        return LatencyStatistics(tuple(self._counts), self._total)

@@ -40,3 +40,7 @@ def native(name: str) -> Any:
         return getattr(importlib.import_module("hicache._native"), name, None)
     except ImportError:
         return None
+
+
+# Takes an object from the garbage collector, see `radix.PrefixTree`. Without the helper, `id` does nothing to it.
+untrack: Callable[[object], object] = native("untrack") or id

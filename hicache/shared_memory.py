@@ -196,9 +196,8 @@ class SharedMemory:
         `deadline`.
 
         Does not allocate memory, because the creator of the file may have written any size into it: check `layout`,
-        then call `populate`. Raises SharedMemoryError if the file does not exist, is not `identity`, is not
-        persistent, belongs to another user, or if its size differs from its control block; InvalidInput for an invalid
-        name.
+        then call `populate`. Raises SharedMemoryError if the file does not exist, is not `identity`, is not persistent,
+        belongs to another user, or if its size differs from its control block; InvalidInput for an invalid name.
         """
         path = path_of(name)
         try:

@@ -319,10 +319,7 @@ class SupervisedPool(Generic[Job]):
         return sum(batch.left for batch in self._abandoned)
 
     def call(
-        self,
-        function: Callable[[], Result],
-        deadline: float,
-        late: Callable[[Result | None], None] | None = None,
+        self, function: Callable[[], Result], deadline: float, late: Callable[[Result | None], None] | None = None
     ) -> Result | None:
         """Return the result of `function`, which is never None, or None if the call has not ended by `deadline`.
 

@@ -245,8 +245,7 @@ class Tournament:
         return self._best == 0
 
     def use(self, keys: Sequence[Hashable]) -> None:
-        """Record that a request uses these pages, head first; call it once per request. Takes 2 to 6 microseconds per
-        key."""
+        """Record that a request uses these pages, head first; once per request. Takes 2 to 6 microseconds per key."""
         hits = [shadow.use(keys) for shadow in self._shadows]
         self._requests += 1
         if hits.count(hits[0]) == len(hits):

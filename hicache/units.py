@@ -123,8 +123,7 @@ def parse_duration(value: Any) -> Any:
 
 
 def refuse_bool(value: Any) -> Any:
-    """Return `value` unless it is a bool. Python treats `true` as 1, but a person who writes it means something
-    else."""
+    """Return `value` unless it is a bool. Python treats `true` as 1, but people who write it mean something else."""
     if isinstance(value, bool):
         raise ValueError(f"{value} is not a number")
     return value

@@ -13,6 +13,11 @@ __attribute__((target_clones("avx2", "default")))
 #endif
 static void fill(int64_t *restrict slots, const int32_t *restrict pages, Py_ssize_t count, Py_ssize_t page_size)
 {
+    if (page_size == 1) { /* so that the compiler uses vectors */
+        for (Py_ssize_t i = 0; i < count; i++)
+            slots[i] = pages[i];
+        return;
+    }
     for (Py_ssize_t i = 0; i < count; i++, slots += page_size)
         for (Py_ssize_t offset = 0; offset < page_size; offset++)
             slots[offset] = (int64_t)pages[i] * page_size + offset;

@@ -46,20 +46,36 @@ static PyObject *pack_token_ids(PyObject *module, PyObject *tokens)
     return packed;
 }
 
-/* Each is defined in the file of the same name. */
+/* Each is defined in the file of the same name, or in page_files.c and pages.c. */
 PyObject *copy_rows(PyObject *module, PyObject *arguments);
+PyObject *exchange_pages(PyObject *module, PyObject *arguments);
 PyObject *fill_slots(PyObject *module, PyObject *arguments);
 PyObject *hash_pages(PyObject *module, PyObject *arguments);
+PyObject *last_page_id(PyObject *module, PyObject *arguments);
 PyObject *page_ids(PyObject *module, PyObject *arguments);
+PyObject *find_page_files(PyObject *module, PyObject *arguments);
+PyObject *read_page_files(PyObject *module, PyObject *arguments);
+PyObject *rename_page_files(PyObject *module, PyObject *arguments);
+PyObject *seal_pages(PyObject *module, PyObject *arguments);
+PyObject *write_page_files(PyObject *module, PyObject *arguments);
+PyObject *untrack(PyObject *module, PyObject *object);
 
 static PyMethodDef methods[] = {
     {"copy_rows", copy_rows, METH_VARARGS, "Copy rows of bytes between two arrays, without the interpreter's lock."},
+    {"exchange_pages", exchange_pages, METH_VARARGS, "Send requests for pages to Redis and receive the replies."},
     {"fill_slots", fill_slots, METH_VARARGS, "Write the int64 slots of the tokens of int32 pages."},
     {"hash_pages", hash_pages, METH_VARARGS,
      "Chained SHA-256 keys of the whole pages in some bytes, or None if the processor has no SHA instructions."},
+    {"last_page_id", last_page_id, METH_VARARGS, "The last of `page_ids`."},
     {"pack_token_ids", pack_token_ids, METH_O,
      "uint32 bytes of a buffer of int64, or None if one is outside 0 .. 2**31 - 1."},
     {"page_ids", page_ids, METH_VARARGS, "The identities of the pages of some bytes, chained from a number."},
+    {"find_page_files", find_page_files, METH_VARARGS, "Which pages of a namespace have files."},
+    {"read_page_files", read_page_files, METH_VARARGS, "Read and verify page files."},
+    {"rename_page_files", rename_page_files, METH_VARARGS, "Publish written page files, in order."},
+    {"seal_pages", seal_pages, METH_VARARGS, "Write the headers and tags of pages."},
+    {"write_page_files", write_page_files, METH_VARARGS, "Seal pages, and write them to temporary files."},
+    {"untrack", untrack, METH_O, "Take an object from the garbage collector."},
     {NULL, NULL, 0, NULL},
 };
 

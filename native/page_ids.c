@@ -66,6 +66,24 @@ static uint64_t hash_page(const unsigned char *from, size_t count, uint64_t seed
     return hash ^ hash >> 32;
 }
 
+/* The last of them, or the number if there are none: without an object per page. */
+PyObject *last_page_id(PyObject *module, PyObject *arguments)
+{
+    (void)module;
+    unsigned long long id;
+    Py_buffer run;
+    Py_ssize_t page_bytes;
+    if (!PyArg_ParseTuple(arguments, "Ky*n", &id, &run, &page_bytes))
+        return NULL;
+    if (page_bytes <= 0)
+        PyErr_SetString(PyExc_ValueError, "last_page_id: page_bytes must be positive");
+    else
+        for (Py_ssize_t i = 0; i < run.len / page_bytes; i++)
+            id = hash_page((const unsigned char *)run.buf + i * page_bytes, page_bytes, id);
+    PyBuffer_Release(&run);
+    return page_bytes <= 0 ? NULL : PyLong_FromUnsignedLongLong(id);
+}
+
 PyObject *page_ids(PyObject *module, PyObject *arguments)
 {
     (void)module;

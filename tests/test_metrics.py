@@ -21,7 +21,7 @@ from hicache import __version__, ghosts
 from hicache.backends.base import BackendStatistics, Direction, GetOutcome, SetOutcome, Usage
 from hicache.backends.compose import Levels, Part
 from hicache.backends.errors import ErrorKind
-from hicache.backends.guard import BOUNDS_S, IDLE, LatencyStatistics, Override, Refusal
+from hicache.backends.guard import IDLE, Override, Refusal
 from hicache.backends.memory import MemoryDriver
 from hicache.backends.storage import StoreStatistics, store_statistics
 from hicache.backends.store import Store
@@ -32,7 +32,7 @@ from hicache.config import HiCacheConfig
 from hicache.errors import ConfigError, InvalidInput
 from hicache.events import PublisherStatistics
 from hicache.frame import Damage, FrameCodec
-from hicache.histogram import SIZE_BOUNDS_BYTES, Histogram
+from hicache.histogram import BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram, HistogramStatistics
 from hicache.metrics import serve_configured
 from hicache.metrics.families import CACHE_METRICS, cache_collector
 from hicache.metrics.server import MetricsServer
@@ -169,7 +169,7 @@ def test_a_scrape_shows_the_copies_of_compositions_by_target() -> None:
 
 
 def test_a_histogram_is_exported_with_its_bounds_cumulated() -> None:
-    latency = LatencyStatistics((3, 0, 2, *(0 for _ in BOUNDS_S[3:]), 1), 31.5)
+    latency = HistogramStatistics(BOUNDS_S, (3, 0, 2, *(0 for _ in BOUNDS_S[3:]), 1), 31.5)
     spec: MetricSpec[Any] = MetricSpec("wait_seconds", "Help.", (), lambda snapshot: snapshot, "", True)
     *buckets, count, total = spec.collect([((), latency)]).samples
     assert [sample.labels["le"] for sample in buckets] == [*(f"{bound:.6g}" for bound in BOUNDS_S), "+Inf"]

@@ -113,7 +113,7 @@ def test_a_file_keeps_the_node_that_it_was_bound_to_while_it_was_empty(node: int
 
 def test_pools_take_their_memory_from_their_node(node: int, name: str) -> None:
     private = HostPool(SHAPE, 64, node=node)
-    shared = SharedHostPool.open(name, SHAPE, 64, timeout_s=10, role=Role.ALONE, node=node)
+    shared = SharedHostPool(name, SHAPE, 64, timeout_s=10, role=Role.ALONE, node=node)
     for pool in (private, shared):
         assert policy_of(pool._mapping) == f"prefer:{node}"
         assert pool.node == node and not pool.buffer.any()
@@ -135,7 +135,7 @@ def test_a_refusal_by_the_kernel_is_a_warning_and_the_pool_starts(caplog: pytest
     (record,) = records_of(caplog, "numa")
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith(f"host memory is not bound to NUMA node {NODES_MAX - 1}: mbind: ")
-    SharedHostPool.open(name, SHAPE, 64, timeout_s=10, role=Role.ALONE, node=NODES_MAX - 1).unlink()
+    SharedHostPool(name, SHAPE, 64, timeout_s=10, role=Role.ALONE, node=NODES_MAX - 1).unlink()
     assert len(records_of(caplog, "numa")) == 2
 
 
@@ -144,5 +144,5 @@ def test_a_node_that_cannot_exist_is_refused_before_memory_is_taken(name: str, b
     with pytest.raises(InvalidInput, match="host pool: node"):
         HostPool(SHAPE, 1, node=bad)  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="host pool: node"):
-        SharedHostPool.open(name, SHAPE, 1, timeout_s=10, node=bad)  # type: ignore[arg-type]
+        SharedHostPool(name, SHAPE, 1, timeout_s=10, node=bad)  # type: ignore[arg-type]
     assert not path_of(name).exists()

@@ -18,9 +18,9 @@ class DropsParentFirst(PageChain):
     def keys(self) -> list[bytes]:
         prior = self._prior
         above, self._prior = (prior if isinstance(prior, bytes) else prior.keys()[-1]), b""
-        if self._keys is None:
-            self._keys = page_keys(self._tokens, self._page_size, above)
-        return self._keys
+        if self.hashed is None:
+            self.hashed = page_keys(self._tokens, self._page_size, above)
+        return self.hashed
 
 
 def one_page_chains(kind: type[PageChain], count: int) -> list[PageChain]:

@@ -14,9 +14,10 @@ import os
 import secrets
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn, Self, TypeVar
+from typing import NoReturn, TypeVar
 
 import uvicorn
 from fastapi import FastAPI
@@ -63,10 +64,7 @@ class EmbeddedCache:
     """The AdminTarget of `cache`, which was built from `config` and `namespace`. Raises ConfigError."""
 
     def __init__(
-        self,
-        cache: HiRadixCache | HostCache,
-        config: HiCacheConfig,
-        namespace: Namespace,
+        self, cache: HiRadixCache | HostCache, config: HiCacheConfig, namespace: Namespace,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._cache = cache
@@ -115,9 +113,7 @@ class EmbeddedCache:
             )],
             stores=stores,
             clients=[], configured_stores=list(self.stores.specs),
-            overrides={
-                f"{store or '*'}/{way.value}": mode for (way, store), mode in cache.storage.overrides.items()
-            },
+            overrides={f"{store or '*'}/{way.value}": mode for (way, store), mode in cache.storage.overrides.items()},
         )
 
     def memory_places(self, request: models.LookupRequest, deadline: float) -> MemoryPlaces:
@@ -325,9 +321,7 @@ class EmbeddedCache:
         if positions == PAGE_KEY_BYTES:
             raise AdminError("unsupported", "tokens: this engine uses its own page hashes; pass page keys")
         salt = None if tokens.cache_salt is None else tokens.cache_salt.get_secret_value()
-        return RadixKey.of(
-            tokens.ids, extra_key=tokens.extra_key, cache_salt=salt, bigram=positions == BIGRAM_BYTES
-        )
+        return RadixKey.of(tokens.ids, extra_key=tokens.extra_key, cache_salt=salt, bigram=positions == BIGRAM_BYTES)
 
     def _chain_key(self, chain: Chain) -> RadixKey:
         if isinstance(chain, models.TokenPrefix):
@@ -355,7 +349,7 @@ def _tier(name: str, found: TierStatistics, pinned_pages: int) -> models.TierSta
     )
 
 
-class AdminServer:
+class AdminServer(AbstractContextManager["AdminServer"]):
     """Serves the admin surface of an embedded cache. A context manager; close it before the cache."""
 
     def __init__(self, target: EmbeddedCache, socket: PrivateSocket, access: AdminAccess) -> None:
@@ -380,18 +374,12 @@ class AdminServer:
         self._surface.close(CLOSE_S)
         self._socket.close()
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *exc_info: object) -> None:
         self.close()
 
 
 def serve(
-    config: HiCacheConfig,
-    path: Path,
-    cache: TreeCache | HostCache,
-    namespace: Namespace,
+    config: HiCacheConfig, path: Path, cache: TreeCache | HostCache, namespace: Namespace,
     environ: Mapping[str, str] | None,
 ) -> AdminServer | None:
     """Serve the admin surface of `cache` at `path`. See `hicache.admin.serve_configured`."""

@@ -102,9 +102,7 @@ class ConfiguredStores:
             for page in () if stored is None else stored.pages(namespace):
                 yield (name, page.namespace, page.key) if page.key.hex().startswith(prefix) else None
 
-    def hottest(
-        self, namespaces: Sequence[str], top_bytes: int
-    ) -> Iterator[tuple[str, str, list[bytes]] | str | None]:
+    def hottest(self, namespaces: Sequence[str], top_bytes: int) -> Iterator[tuple[str, str, list[bytes]] | str | None]:
         """Yield (store, namespace, keys) of the hottest chains of all stores in turn, see `HottestChains`; the name of
         a store that cannot be listed; None for each other step."""
         chains = HottestChains(top_bytes)
@@ -128,6 +126,4 @@ class ConfiguredStores:
 
 
 def _damaged(store: str, found: Finding) -> DamagedPage:
-    return DamagedPage(
-        store=store, namespace=found.page.namespace.hex(), key=found.page.key.hex(), damage=found.damage
-    )
+    return DamagedPage(store=store, namespace=found.page.namespace.hex(), key=found.page.key.hex(), damage=found.damage)

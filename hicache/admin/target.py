@@ -71,8 +71,7 @@ class AdminTarget(Protocol):
         """Record that pages of namespaces were removed from stores."""
 
     def page_keys(self, chain: Chain) -> Sequence[bytes]:
-        """Return the page keys of a chain for `warm`. Raises AdminError for a kind of chain that cannot be read into
-        memory."""
+        """Return the page keys of a chain for `warm`. Raises AdminError for chains that cannot be read into memory."""
 
     def warm(self, namespace: str, chain: Chain, bytes_max: int) -> Warmed:
         """Read the next pages of a chain from storage into free memory: at most `bytes_max`, but at least one page.

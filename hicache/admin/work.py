@@ -137,9 +137,7 @@ def warm(target: AdminTarget, request: WarmRequest) -> Steps:
     return _warm(target, request, chains, namespaces)
 
 
-def _warm(
-    target: AdminTarget, request: WarmRequest, chains: Sequence[Chain], namespaces: Sequence[str]
-) -> Steps:
+def _warm(target: AdminTarget, request: WarmRequest, chains: Sequence[Chain], namespaces: Sequence[str]) -> Steps:
     rate, store, read_bytes, cut = request.rate_bytes_per_s, "", 0, 0
     limit = RateLimit(rate, target.clock)
     piece_bytes = 0 if request.dry_run else min(PIECE_BYTES, rate or PIECE_BYTES)
@@ -149,9 +147,7 @@ def _warm(
 
     def progress() -> Progress:
         reasons = [f"the rest of {counted(cut, 'chain')} is not in storage, or cannot be read now"] if cut else []
-        return Progress(
-            store=store, pages=len(warm), total=len(wanted), bytes=read_bytes, skipped=[*reasons, *skipped]
-        )
+        return Progress(store=store, pages=len(warm), total=len(wanted), bytes=read_bytes, skipped=[*reasons, *skipped])
 
     found: Iterator[_Found] = iter([("", namespace, chain) for chain in chains for namespace in namespaces])
     if request.top_bytes is not None:

@@ -192,8 +192,7 @@ def _attend(
 
 
 def _gather(buffer: torch.Tensor, group: _Group, dtype: torch.dtype) -> torch.Tensor:
-    """Gather `[pages, page_size, heads, dim]` of a pool into `[blocks, keys, heads, dim]`, with zeros for missing
-    keys."""
+    """Gather `[pages, page_size, heads, dim]` of a pool into `[blocks, keys, heads, dim]`; missing keys are zeros."""
     pages = buffer.index_select(0, group.pages)
     found = pages.view(len(group.blocks), -1, *buffer.shape[2:])[:, : group.keys].to(dtype)
     if group.shortest < group.keys:

@@ -278,7 +278,5 @@ class Calls:
             first = not self._closed
             self._closed = True
             self._changed.notify_all()
-            self._clock.wait_for(
-                self._changed, lambda: not (self._in_flight or self._uses), self._clock() + wait_s
-            )
+            self._clock.wait_for(self._changed, lambda: not (self._in_flight or self._uses), self._clock() + wait_s)
         return first

@@ -150,8 +150,7 @@ class Chains:
         return sum(link.parent is None for link in self._links.values())
 
     def orphans(self) -> int:
-        """Return the number of pages with an unknown parent. Lookups cannot reach them until the parent is stored
-        again."""
+        """Return the number of pages with an unknown parent. Lookups reach them once the parent is stored again."""
         return sum(link.parent is not None and link.parent not in self._links for link in self._links.values())
 
     def tails(self) -> int:

@@ -47,8 +47,7 @@ class _HasPages(Protocol[_Found_contra]):
         self, namespace: bytes, keys: Sequence[bytes], deadline: float, found: Sequence[_Found_contra] | None = None
     ) -> tuple[int, Sequence[str]]:
         """Remove pages; return how many were stored, and the kinds of failures. With `found`, which `read` or `pages`
-        has reported for these keys, remove only those objects, and not others that have replaced them since. No key
-        occurs twice."""
+        has reported, remove only those objects, not their successors. No key occurs twice."""
 
     def pages(self, namespace: str, deadline: float) -> Iterator[StoredPage]:
         """Return every page whose namespace digest starts with `namespace` (lower-case hexadecimal, empty for all), by

@@ -250,8 +250,7 @@ class Connection:
             done += count
 
     def read_body(self, head: Head, bytes_max: int, deadline: float) -> bytes:
-        """Read the body of a small reply. Raises OSError, and StoreError if it is longer than `bytes_max` or cut
-        off."""
+        """Read the body of a small reply. Raises OSError, and StoreError if it is cut off or exceeds `bytes_max`."""
         if head.is_chunked:
             return self._read_chunks(bytes_max, deadline)
         length = head.length

@@ -38,8 +38,7 @@ class KeptFrames:
     """The kept frames, among `pages` frames, whose pages `codec` may be able to verify. `frame` returns a frame by its
     number.
 
-    Invariant: each page is in `_pages`, under its key, or is being read, or waits in `_unused` to be freed. `held` is
-    their number.
+    Invariant: each page is in `_pages`, under its key, is being read, or waits in `_unused`. `held` is their number.
     """
 
     def __init__(self, codec: FrameCodec, pages: int, frame: Callable[[int], memoryview]) -> None:
@@ -73,8 +72,7 @@ class KeptFrames:
             return len(self._pages) + len(self._unused)
 
     def give_way(self, count: int) -> list[int]:
-        """Free up to `count` pages: those that were read, then the least recently looked-up ones, tails before
-        heads."""
+        """Free up to `count` pages: those that were read, then the least recently looked up, tails before heads."""
         with self._lock:
             while len(self._unused) < count and (oldest := self._order.oldest()) is not None:
                 self._discard(oldest[0])

@@ -23,8 +23,7 @@ Longer than 500 lines because writes, listings and sweeps keep one ledger, whose
 Locking design: `_state` guards the `_Ledger`, `_closed` and the data of verbs for the sweep (`_fresh`, `_uses`,
 `_is_full`); it is held for a few instructions, and taken before the lock of the task. `_rejection` is a hint, written
 by any thread. The sweep writes `_not_before`, `_chains`, `_adaptive` and `_backoff`; it is a BackgroundTask that the
-`start` wakes and `close` ends. Verbs wait for it only until the end of the first listing, at most
-FIRST_LISTING_WAIT_S.
+`start` wakes and `close` ends. Verbs wait for it only until the end of the first listing, at most FIRST_LISTING_WAIT_S.
 """
 
 from __future__ import annotations

@@ -160,8 +160,7 @@ class MemoryDriver:
             self._bytes = 0
 
     def check(self) -> None:
-        """Raise InvariantError if order or sum contradict the pages, or the capacity is exceeded. REQUIRES: no verb is
-        in flight."""
+        """Raise InvariantError if order or sum contradict the pages, or exceed the capacity. REQUIRES: no verb runs."""
         with self._lock:
             self._order.check()
             if self._order.keys() != self._pages.keys():

@@ -23,9 +23,8 @@ class StorageOpener:
     """Opens the storage of one configuration for namespaces. The constructor reads the keys once, and switches spans on
     as configured.
 
-    `element_bytes` is the size of a KV element, None if unknown; `clock` is the clock of the stores that it opens.
-    `spec` is None without storage. Raises ConfigError for keys that cannot be read, and as `tracing.enable`.
-    Thread-safe.
+    `element_bytes` is the size of a KV element, None if unknown; `clock` is that of the stores. `spec` is None without
+    storage. Raises ConfigError for keys that cannot be read, and as `tracing.enable`. Thread-safe.
     """
 
     def __init__(

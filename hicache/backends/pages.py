@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import Any, Generic, TypeVar, cast
 
 from ..clock import SYSTEM_CLOCK, Clock
 from ..frame import (
@@ -193,6 +193,14 @@ class PageReads(_Pages[GetOutcome], Generic[Found]):
             self.expired.append(Damaged(self.keys[position], found, "expired"))
         return False
 
+    def accept_proven(self, position: int) -> bool:
+        """Report a page that the native helper has verified in its buffers. Return False for an expired one, which is
+        not settled."""
+        if self.valid_s is not FOREVER and self.has_expired(self.pages[position]):
+            return False
+        self._outcomes[position] = GetOutcome.HIT
+        return True
+
     def accept_verified(self, position: int, found: Found) -> None:
         """Report a page that a trusted server has verified and put into its buffers as plain bytes: only its header is
         compared. Another header is an answer to another request, and proves nothing about the page."""
@@ -222,6 +230,7 @@ class PageWrites(_Pages[SetOutcome]):
     """
 
     _error = SetOutcome.ERROR
+    seals = True
 
     def __init__(
         self, codec: FrameCodec, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None,
@@ -268,6 +277,18 @@ class PageWrites(_Pages[SetOutcome]):
             payload = page.parts if isinstance(page, PageView) else [page[HEADER_BYTES:][: self.codec.payload_bytes]]
             page = PageView(memoryview(bytearray(HEADER_BYTES)), payload)
         return self.codec.seal_buffers(key, page, parent=self.parents[position])
+
+    def sealed_natively(
+        self, positions: Sequence[int]
+    ) -> tuple[list[list[memoryview]], list[bytes], list[bytes | None], Any]:
+        """Return the buffers of the pages to write, and the keys, parents and `fields` with which the native helper
+        must seal them first; the last is None if they are sealed."""
+        codec, keys = self.codec, [self.keys[p] for p in positions]
+        fields = codec.fields() if self.seals and not codec.transforms and self.valid_s is FOREVER else None
+        if fields is None:
+            return [self.sealed(p) for p in positions], keys, [None] * len(keys), None
+        parents = [codec.parent_of(self.keys[p], self.pages[p], self.parents[p]) for p in positions]
+        return [codec.unsealed_buffers(self.pages[p]) for p in positions], keys, parents, fields
 
     def sealed_frame(self, position: int) -> memoryview:
         """Return the encoded page as one buffer."""

@@ -178,8 +178,7 @@ def check_backend(type_name: str, options: Options) -> None:
     """Check that the factory of `type_name` makes backends and takes `options`, also for parts of a composition.
     Imports it, but opens nothing.
 
-    Raises ConfigError for an unknown name, for a factory that does not make drivers, and for options that it does not
-    take.
+    Raises ConfigError for an unknown name, a factory that does not make drivers, and options that it does not take.
     """
     _resolve(type_name, options)
 
@@ -252,8 +251,7 @@ def _without_capacity(factory: Callable[..., object], options: Options) -> Optio
 def open_stored(spec: BackendSpec) -> StoredPages:
     """Open the pages of the store of `spec` for an operator. Blocks as the backend's factory does.
 
-    Raises ConfigError for a backend whose store cannot be listed, or if it rejects its options; BackendError as the
-    backend does.
+    Raises ConfigError if the store cannot be listed or rejects its options; BackendError as the backend does.
     """
     factory, own, _ = _resolve(spec.type, spec.options)
     made = _check_result(spec.type, factory)

@@ -43,7 +43,7 @@ _REJECTIONS = frozenset({ErrorKind.WRONG_CREDENTIALS, ErrorKind.ACCESS_DENIED})
 
 class Rotated(Generic[T]):
     """The value that `load` makes of `files`, made again when one of them changes. Without files it is constant. `what`
-    names it in the log.
+    names it in the log. `value` is that of the last `get`; to read it does not block.
 
     If `load` fails later (a file is missing, half replaced or not private), the last value stays in use, and one
     warning says why. The constructor raises what `load` raises, which is ConfigError.
@@ -55,7 +55,7 @@ class Rotated(Generic[T]):
         self._load = load
         self._lock = threading.Lock()
         self._seen: _State | None = self._state()  # before the files are read, so that a later change is noticed
-        self._value = load()
+        self.value = load()
         self._warning = ""
 
     def get(self) -> T:
@@ -64,12 +64,7 @@ class Rotated(Generic[T]):
             with self._lock:
                 if self._state() != self._seen:  # another thread may have read them
                     self._read()
-        return self._value
-
-    @property
-    def value(self) -> T:
-        """The value of the last `get`. Does not look at the files, so it does not block."""
-        return self._value
+        return self.value
 
     def run(self, call: Callable[[T], R]) -> R:
         """Return `call(value)`. If it raises StoreError because a server rejects the value, read the files, and call
@@ -82,9 +77,9 @@ class Rotated(Generic[T]):
                 raise
             with self._lock:
                 self._read()
-            if self._value is value:
+            if self.value is value:
                 raise
-        return call(self._value)
+        return call(self.value)
 
     def _read(self) -> None:
         seen = self._state()
@@ -98,8 +93,8 @@ class Rotated(Generic[T]):
                                self._what, error)
             return
         self._seen, self._warning = seen, ""
-        if value != self._value:
-            self._value = value
+        if value != self.value:
+            self.value = value
             logger.info("%s: read again, because a file has changed", self._what)
 
     def _state(self) -> _State:

@@ -256,8 +256,7 @@ class Slot(Generic[E]):
         return self._pool.close(timeout_s)
 
     def close(self) -> bool:
-        """Close the stores. Blocks. Return False if one failed to close. REQUIRES: `end` was called, and no call is in
-        flight."""
+        """Close the stores. Blocks. Return False if one failed to close. REQUIRES: `end` was called; no call runs."""
         with self._changed:
             entries, self._leaving = self._entries(), []
         return all([_close(store, self._name) for store in entries])

@@ -1,7 +1,6 @@
 """Storage: one store, or several behind the same verbs, and statistics of each store.
 
-A `Store` is the shell around a driver; `compose` and the daemon's pool are a `StoreGroup` each. `verbs` has the rules
-of the verbs.
+A `Store` is the shell around a driver; `compose` and the daemon's pool are a `StoreGroup` each. `verbs` has the rules.
 """
 
 from __future__ import annotations
@@ -95,8 +94,7 @@ def unopened(name: str, since_s: float, detail: str) -> StoreStatistics:
 
 
 def store_statistics(storage: Storage) -> tuple[StoreStatistics, ...]:
-    """Return the statistics of each store, in the order in which they are read, named as by `named_stores`. Does not
-    block."""
+    """Return the statistics of each store, in the order of reads, named as by `named_stores`. Does not block."""
     return tuple(
         StoreStatistics(name, store.statistics(), store.usage_sample(), store.guard_statistics(), store.health())
         for name, store in named_stores(storage)
@@ -104,8 +102,7 @@ def store_statistics(storage: Storage) -> tuple[StoreStatistics, ...]:
 
 
 def named_stores(storage: Storage) -> list[tuple[str, Store]]:
-    """Return the stores with their names, in the order in which they are read. The second store of a name is called
-    `name-2`."""
+    """Return the stores with their names, in the order of reads. The second store of a name is called `name-2`."""
     return list(zip(unique_names([store.name for store in storage.stores]), storage.stores, strict=True))
 
 

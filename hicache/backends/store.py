@@ -90,8 +90,7 @@ class Store(Verbs):
     `retention`.
 
     `name` is the store's name in metrics and messages. Deadlines are times of `clock`. `workers` makes the pools of its
-    threads. The child of a fork rejects every verb (`errors["forked"]`): neither threads nor connections survive a
-    fork.
+    threads. The child of a fork rejects every verb (`errors["forked"]`): its threads and connections are gone.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """The pages of a store as its operator sees them: of all namespaces, as sealed bytes, without their codec.
 
 `hicache ls`, `stat`, `verify`, `purge`, `trim` and `copy` use it, the sweeps of `limit` and `retention`, and tests, to
-check the stored bytes of a driver. Sealed pages are the same bytes in every store, so they can be copied from one to
-another.
+check the stored bytes of a driver. Sealed pages are the same bytes in every store, so they can be copied.
 """
 
 from __future__ import annotations
@@ -29,6 +28,8 @@ _REMOVED_AT_ONCE = 1000
 
 class SealedPage(PageWrites):
     """One page to be written that is already sealed: the bytes `data` of `page`."""
+
+    seals = False
 
     def __init__(
         self, page: StoredPage, data: bytes, parent: bytes | None, deadline: float, clock: Clock = SYSTEM_CLOCK

@@ -70,8 +70,7 @@ class Verbs(ABC):
         return self._call(Call(Verb.EXISTS, len(keys), 0, deadline, errors), 0, self._exists, keys) if keys else 0
 
     def batch_has(self, keys: Sequence[bytes], *, deadline: float, errors: list[str] | None = None) -> list[bool]:
-        """As `batch_exists`, but return for each of `keys` whether it is stored: for engines that look up single pages.
-        """
+        """As `batch_exists`, but return for each of `keys` if it is stored: for engines that look up single pages."""
         check_keys(keys)
         refused = [False] * len(keys)
         return self._call(Call(Verb.EXISTS, len(keys), 0, deadline, errors), refused, self._has, keys) if keys else []
@@ -98,8 +97,7 @@ class Verbs(ABC):
 
         `parent` is the key of the page before `keys[0]`, None at the start of a chain, so that a backend can evict
         tails before heads. Seals the pages. A key that occurs twice is stored once, with the page before its first
-        occurrence as its parent.
-        REQUIRES: as `batch_get`, complete payloads, and `parent` is not one of `keys`.
+        occurrence as its parent. REQUIRES: as `batch_get`, complete payloads, and `parent` is not one of `keys`.
         """
         check_batch(self.codec, keys, pages, parent)
         count = len(keys)

@@ -145,8 +145,7 @@ class RateEstimator:
     the fixed time. For operations of a single size the fixed time is zero.
 
     `line` is None before `OBSERVATIONS_MIN` operations. It is computed when it is read, because many operations may
-    have ended by then. With `given`, a known speed in units per second, operations are ignored and the fixed time is
-    zero.
+    have ended by then. With `given`, a known speed in units per second, operations are ignored; the fixed time is zero.
     """
 
     def __init__(self, given: int = 0) -> None:
@@ -365,8 +364,7 @@ class BreakEven:
             raise InvariantError(f"break_even: no probe although {self._refused} hits were refused in a row")
 
     def _estimate(self) -> Rates:
-        # Only the time per token of a prefill: the rest of the prompt is computed in any case, which takes the fixed
-        # time.
+        # Only the time per token of a prefill: the rest of the prompt is computed anyway, which takes the fixed time.
         tokens_per_s, _ = self._prefill.rates()
         return Rates(tokens_per_s, *self._tiers[Route.LOAD].rates(), *self._tiers[Route.PREFETCH].rates())
 

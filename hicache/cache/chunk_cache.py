@@ -44,9 +44,7 @@ CLOSE_S = 1.0
 class ChunkCache:
     """See the module's docstring; the contract of each method is in `TreeCache`. Takes plain and bigram keys."""
 
-    def __init__(
-        self, device: KVPool, *, weights_epoch: int = 0, trailing: Sequence[TrailingPool] = ()
-    ) -> None:
+    def __init__(self, device: KVPool, *, weights_epoch: int = 0, trailing: Sequence[TrailingPool] = ()) -> None:
         self.page_size = device.geometry.page_size
         self.device = device
         self.weights_epoch = require_epoch(weights_epoch)

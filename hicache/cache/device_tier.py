@@ -219,9 +219,7 @@ class DeviceTier:
         return missing > 0
 
     def used(self, node: Node) -> None:
-        """Start the copies to L2 and the stores that the policy wants after a request has computed or reused the path
-        to `node`.
-        """
+        """Start the copies to L2 and the stores that the policy wants after a request has used the path to `node`."""
         if self._halted:
             return
         self._host.store_path(node)
@@ -278,7 +276,7 @@ class DeviceTier:
         if node.device is None or parent is None or not has_room:
             return False
         follows = parent.parent is None or parent.stored or parent.store_pending or parent.backup_pending
-        fits = self._host.reserved_pages + pages <= self._config.transfer.write_pages_max
+        fits = self._host.reserved_pages + pages <= self._config.write_pages_max
         return follows and fits and self._back_up([node])
 
     def halt(self) -> None:

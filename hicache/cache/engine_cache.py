@@ -105,13 +105,13 @@ class EngineCache(HiRadixCache):
         match = tree.match(key)
         end, host_pages = self._loadable(match)
         device = Prefix(tree, match.device_node)
-        return Found(device, len(match.device_pages), Prefix(tree, end) if host_pages else device, host_pages)
+        return Found(device, match.device_count, Prefix(tree, end) if host_pages else device, host_pages)
 
     def _loadable(self, match: Match) -> tuple[Node, int]:
         """Return the deepest node that one load may reach, and the pages of L2 up to it. Does not depend on the loads
         in flight, so that a request that waits is promised no less later."""
         tree, pages, end = self.tree, 0, match.device_node
-        pages_max = self.config.transfer.load_pages_max
+        pages_max = self.config.load_pages_max
         for node in reversed(list(tree.span(match.node, match.host_hit_pages))):
             if self._verifier is not None and not self._verifier.may_load(node):
                 break
@@ -297,8 +297,7 @@ class EngineCache(HiRadixCache):
         return False
 
     def _give_way(self) -> bool:
-        """End what holds pages of L1 for requests that have not begun, or for operators. Return False if there is
-        nothing."""
+        """End what holds pages of L1 for requests that have not begun, or operators. Return False if there is none."""
         if self._prefetcher.share.release_arrived():
             return True
         pins = len(self._pins.active)

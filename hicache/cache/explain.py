@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from .. import tracing
 from ..events.types import Medium
-from ..ghosts import Departure, GhostIndex, Kind, Reason, key_ids, page_ids
+from ..ghosts import Departure, GhostIndex, Kind, Reason, key_ids, last_page_id, page_ids
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, RadixKey, common_pages
 from ..radix import Node, RadixTree
 from .statistics import CacheCounters
@@ -160,7 +160,7 @@ class Explainer:
         # The last token is always computed; page keys are those of the pages before it.
         cut = key if key.is_given else key.head((key.prompt_tokens - 1) // size * size)
         match, pages = tree.match(cut, marks=False), cut.pages(size)
-        hits = len(match.device_pages), match.host_hit_pages, max(0, min(answer.end_page, pages) - match.pages)
+        hits = match.device_count, match.host_hit_pages, max(0, min(answer.end_page, pages) - match.pages)
         account = PromptTokens("", time_s, pages * size if key.is_given else key.prompt_tokens)
         return self._complete(account, key, tree, hits, pages, Missed(match.pages, match.node, answer.kind, answer))
 
@@ -293,8 +293,8 @@ def _last_id(tree: RadixTree, node: Node | None) -> int:
         node = node.parent
     last_id = 0 if node is None or node.last_id is None else node.last_id
     for part in reversed(unknown):
-        ids = page_ids(last_id, part.key, tree.page_bytes) if part.key else key_ids(part.page_keys or b"")
-        part.last_id = last_id = ids[-1] if ids else 0
+        seed = part.page_keys if not part.key else b""
+        part.last_id = last_id = key_ids(seed)[0] if seed else last_page_id(last_id, part.key, tree.page_bytes)
     return last_id
 
 

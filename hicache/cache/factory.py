@@ -179,8 +179,7 @@ def create_host_cache(
 def _with_pools(
     config: HiCacheConfig, namespace: Namespace, device: torch.device, trailing: Sequence[TrailingPool]
 ) -> Namespace:
-    """Return the namespace with the pieces of `trailing`. Raises ConfigError for a cache that cannot have such pools.
-    """
+    """Return the namespace with the pieces of `trailing`. Raises ConfigError for a cache that cannot have any."""
     if trailing and config.sessions.enabled:
         raise ConfigError("sessions.enabled: true: not for a model with trailing pools; remove the entry")
     for pool in trailing:
@@ -212,8 +211,7 @@ def _all_or_none(
 ) -> Cache:
     """Return the result of `build`, publishing events, if all ranks succeed; otherwise undo its stack.
 
-    The other ranks are notified before the undo, which may close the rank group, so that they do not wait for the
-    deadline.
+    The other ranks are notified before the undo, which may close the rank group: they need not wait for the deadline.
     """
     with ExitStack() as undo:
         try:
@@ -432,10 +430,7 @@ def storage_opener(
 
 
 def _open_now_or_later(
-    config: HiCacheConfig,
-    opener: Callable[[int], Storage] | None,
-    epoch: int,
-    ranks: RankGroup | None = None,
+    config: HiCacheConfig, opener: Callable[[int], Storage] | None, epoch: int, ranks: RankGroup | None
 ) -> Storage | None:
     """Return the open storage, or None: without storage, and if a daemon or a part of a composition is unavailable on
     any rank. The cache then starts without storage and opens it later.

@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
+from weakref import ref
 
 from .. import tracing
 from ..controller import HiCacheController
@@ -86,7 +87,7 @@ class _Wait(NamedTuple):
     timer: int
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class _Session:
     """A session: its name, empty for the requests that name none, its last prompt, and how many of its requests have
     ended. `wait` lasts until its next request."""
@@ -203,8 +204,7 @@ class HintExecutor:
         return outcome(OutcomeStatus.DEFERRED, "until the request ends")
 
     def _target(self, hint: Hint) -> tuple[RadixKey | None, _Session]:
-        """Return the prompt that a hint names, and its session. Raises InvalidInput for a prompt of another kind than
-        the cache's."""
+        """Return the prompt that a hint names, and its session. Raises InvalidInput for a prompt of another kind."""
         tree, salt = self._trees.current, None if hint.cache_salt is None else hint.cache_salt.get_secret_value()
         if hint.page_keys is not None:  # which cover the tenant
             key = RadixKey.of_hashes([bytes.fromhex(one) for one in hint.page_keys])
@@ -294,7 +294,7 @@ class HintExecutor:
     def _retain(self, hint: Retain, key: RadixKey, match: Match, session: _Session) -> Outcome:
         tree, path = self._trees.current, _path(match.node)
         now_s, ttl_s = self._now_s(), min(hint.ttl_s, self._config.ttl_max)
-        kept = NodeHint(tree.tick, now_s, session, value=hint.value, return_s=now_s + ttl_s)
+        kept = NodeHint(tree.tick, now_s, ref(session), value=hint.value, return_s=now_s + ttl_s)
         for old in list(session.retained):  # of an earlier turn, or evicted
             if old.node.device is old.node.host is None or (old.node in path and _replaces(kept, old.hint, session)):
                 self._end_retained(session, old)
@@ -362,7 +362,7 @@ class HintExecutor:
             self._timers.cancel(session.wait.timer)
             session.wait = None
         tree = self._trees.current
-        pages = self._give(match, session, NodeHint(tree.tick, self._now_s(), session, value=RELEASED))
+        pages = self._give(match, session, NodeHint(tree.tick, self._now_s(), ref(session), value=RELEASED))
         return granted(pages, "" if pages == match.pages else "other sessions have used or retain the rest")
 
     def _wait(self, hint: Wait, match: Match, session: _Session) -> Outcome:
@@ -378,7 +378,7 @@ class HintExecutor:
         self._returned(session)  # a second wait: the announced time was wrong
         now_s, announced_s, source = self._now_s(), hint.expected_s, hint.source or ""
         expected_s, trust = self._record(source).expected(announced_s)
-        told = NodeHint(self._trees.current.tick, now_s, session, return_s=now_s + expected_s, trust=trust)
+        told = NodeHint(self._trees.current.tick, now_s, ref(session), return_s=now_s + expected_s, trust=trust)
         pages = self._give(match, session, told)
         given_up_s = max(GIVEN_UP_MIN_S, GIVEN_UP * min(announced_s, self._config.ttl_max))
         timer = self._timers.at(now_s + given_up_s, lambda: self._returned(session))
@@ -474,7 +474,7 @@ def _path(node: Node) -> list[Node]:
 
 def _owner(node: Node) -> _Session | None:
     """Return the session that has spoken for the last node of a path that has a hint."""
-    owner = next((one.hint.owner for one in _path(node) if one.hint is not None), None)
+    owner = next((one.hint.owner() for one in _path(node) if one.hint is not None), None)
     return owner if isinstance(owner, _Session) else None
 
 

@@ -414,8 +414,7 @@ class HostCache(TieredCache):
         self.explainer.begin(account, request.key, request.tree, hits, whole_pages, missed)
 
     def _use(self, rid: str, key: RadixKey, pages: int, match: Match, *, begins: bool) -> None:
-        """Count a request as a user of `pages` pages of `key`, of which L2 has `match`; store the pages that are now
-        due.
+        """Count a request as a user of `pages` pages of `key`, of which L2 has `match`; store those that are now due.
         """
         known_pages = self._note_uses(rid, key, pages, begins=begins).known_pages
         self.tree.use(match.node, 0, match.pages - known_pages)
@@ -484,8 +483,7 @@ class HostCache(TieredCache):
                 writes += self._behind(write)
 
     def _show(self, write: HostWrite) -> list[HostWrite]:
-        """Put the pages of a write into the tree. Return the writes that directly follow it, for which they are
-        held."""
+        """Put the pages of a write into the tree. Return the writes directly after it, for which they are held."""
         tree = write._tree
         uses = self._note_uses(write.rid, write._key, write._end_page)
         node, unused = tree.insert_host(write._key, write.start_page, write.host_pages, uses=uses)
@@ -502,8 +500,7 @@ class HostCache(TieredCache):
         return following
 
     def _behind(self, write: HostWrite) -> list[HostWrite]:
-        """Return the writes that begin after the first page of `write` and share it: all that wait for it, and
-        others."""
+        """Return the writes that begin after the first page of `write` and share it: all that wait for it, and more."""
         return [
             other
             for other in self._writes

@@ -50,7 +50,7 @@ def open_host_pool(
         assert isinstance(options, RemoteStorageOptions) and not callable(pages)  # the configuration has checked it
         create_memory(options, name, shape_digest(page_shape(shape)), page_shape(shape).payload_bytes, pages)
         role = Role.GUEST
-    return SharedHostPool.open(name, shape, pages, pin=pin, timeout_s=_OPEN_S, role=role, keep=config.host.shared.keep)
+    return SharedHostPool(name, shape, pages, pin=pin, timeout_s=_OPEN_S, role=role, keep=config.host.shared.keep)
 
 
 def host_codecs(
@@ -62,12 +62,8 @@ def host_codecs(
 
     def make(epoch: int) -> FrameCodec:
         return FrameCodec(
-            replace(namespace, weights_epoch=epoch).digest,
-            namespace.shape.payload_bytes,
-            tag=TagKind[config.integrity.tag.upper()],
-            mac_keys=keys,
-            weights_epoch=epoch,
-            label=namespace.name,
+            replace(namespace, weights_epoch=epoch).digest, namespace.shape.payload_bytes,
+            tag=TagKind[config.integrity.tag.upper()], mac_keys=keys, weights_epoch=epoch, label=namespace.name,
             clock=clock,
         )
 
@@ -87,8 +83,7 @@ def adopt_frames(pool: HostPool, codec: FrameCodec) -> KeptFrames:
 
 
 def release_of(pool: HostPool) -> Callable[[], None]:
-    """Return a function that removes the name of a pool of `open_host_pool`; it does nothing for memory that is
-    kept."""
+    """Return a function that removes the name of a pool of `open_host_pool`; it does nothing for kept memory."""
     return pool.unlink if isinstance(pool, SharedHostPool) and not pool.keep else lambda: None
 
 

@@ -47,8 +47,7 @@ COPIES_SHARE_MAX = 0.5
 TOUCH_EVERY_S = 60.0
 # The time between two notifications: one per step would keep a worker busy with small calls.
 TOUCH_PAUSE_S = 1.0
-# Bytes of page keys waiting for a notification: 16,384 pages. Further uses are dropped; the next use of the run
-# notifies.
+# Bytes of page keys waiting for a notification: 16,384 pages. Further uses are dropped; the next one notifies.
 TOUCH_BYTES_MAX = 512 << 10
 
 

@@ -138,8 +138,7 @@ class TreeCache(Protocol):
     def update_weights(self, epoch: int) -> None:
         """Switch to new weights: pages of previous epochs are no longer served or stored.
 
-        Clears as `clear`. Raises InvalidInput, changing nothing, for an epoch that is not an integer above the current
-        one.
+        Clears as `clear`. Raises InvalidInput, changing nothing, unless the epoch is an integer above the current one.
         """
 
     def pin(self, key: RadixKey, ttl_s: float) -> Pin | None:

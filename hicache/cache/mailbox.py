@@ -4,8 +4,7 @@ A thread of the admin surface submits work and waits for it with a deadline. The
 next poll and never waits. Long work is a generator, which runs for a small slice of time in each poll.
 
 Locking design: `_items` is a deque, whose operations are atomic: requesters append, the scheduler thread pops.
-`_places` limits their number. A Future returns the answer; a requester that times out cancels it, and then it does not
-start.
+`_places` limits their number. A Future returns the answer; a requester that times out cancels the start.
 """
 
 from __future__ import annotations

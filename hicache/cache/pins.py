@@ -9,7 +9,6 @@ there. Owned by the scheduler thread; no lock.
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -17,9 +16,7 @@ from dataclasses import dataclass
 
 from ..errors import InvariantError
 from ..radix import Match, Node, RadixTree
-
-# Released pins stay in the expiry heap until they are half of it, or this many.
-EXPIRY_SLACK = 64
+from .timers import Timers
 
 
 @dataclass(slots=True)
@@ -78,10 +75,8 @@ class Pins:
         self._clock = clock
         self._pages_max = pages_max
         self._prefixes: dict[int, _Prefix] = {}  # by the id of the deepest node, which splits do not change
-        self.active: set[Pin] = set()
-        # Lazy: a refreshed pin is pushed again with its new time when its old time is reached.
-        self._expiry: list[tuple[float, int, Pin]] = []
-        self._made = 0
+        self.active: dict[Pin, int] = {}  # with the numbers of their timers
+        self._timers = Timers()
 
     def add(self, tree: RadixTree, match: Match, ttl_s: float) -> Pin | None:
         """Pin the matched pages for `ttl_s` seconds; return None if they are too many.
@@ -100,10 +95,19 @@ class Pins:
             tree.pin(node)
             self._prefixes[node.id] = prefix
             prefix.pins += 1
-            self.active.add(pin)
-            self._made += 1
-            heapq.heappush(self._expiry, (pin.expires_at, self._made, pin))
+            self._watch(pin)
         return pin
+
+    def _watch(self, pin: Pin) -> None:
+        """End a pin when its time is over; if it was used by then, at its new time."""
+
+        def due() -> None:
+            if pin.expires_at > self._clock():
+                self._watch(pin)
+            else:
+                self.release(pin)
+
+        self.active[pin] = self._timers.at(pin.expires_at, due)
 
     def used(self, node: Node) -> None:
         """Restart the time of the pins that end on the path to `node`, which a request has used."""
@@ -117,32 +121,22 @@ class Pins:
 
     def expire(self) -> None:
         """End the expired pins."""
-        heap = self._expiry
-        while heap and heap[0][0] <= self._clock():
-            expires_s, number, pin = heap[0]
-            if pin.active and pin.expires_at > expires_s:
-                heapq.heapreplace(heap, (pin.expires_at, number, pin))
-                continue
-            heapq.heappop(heap)
-            pin.release()
+        self._timers.advance(self._clock())
 
     def clear(self) -> None:
         """End all pins."""
-        for _, _, pin in self._expiry.copy():
+        for pin in list(self.active):
             self.release(pin)
 
     def release(self, pin: Pin) -> None:
         """End one pin. Idempotent."""
         if pin not in self.active:
             return
-        self.active.remove(pin)
+        self._timers.cancel(self.active.pop(pin))
         pin._prefix.pins -= 1
         if not pin._prefix.pins:
             del self._prefixes[pin.node.id]
         pin._tree.unpin(pin.node)
-        if len(self._expiry) > 2 * len(self.active) + EXPIRY_SLACK:
-            self._expiry = [entry for entry in self._expiry if entry[2].active]
-            heapq.heapify(self._expiry)
 
     def check(self, tree: RadixTree) -> None:
         """Raises InvariantError if the invariant does not hold in `tree`, the current tree."""

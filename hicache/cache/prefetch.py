@@ -133,8 +133,7 @@ class Prefetcher:
         """Look up the pages of `key` that neither L1 nor L2 holds; queue the lookup if others are first, or without
         `at_once`. Return False if that does not pay or is not possible. `context` is the parent of its span. The first
         `device_pages` pages, which an engine has in a device cache of its own, are read only to reach later ones: L2
-        keeps whole prefixes. Without `is_request`, it is for a hint: no request waits for it, and it does not wait
-        for room."""
+        keeps whole prefixes. Without `is_request`, it is for a hint: no request waits for it, nor does it for room."""
         prefetch = self._table.get(rid)
         if not self._gate.attached or (prefetch is not None and prefetch.state not in AT_REST):
             return False
@@ -350,9 +349,7 @@ class Prefetcher:
     # Each step
 
     def found(self, found: LookupOperation) -> None:
-        """Handle the end of a lookup: start the reads if they pay and fit, let them wait for room, or drop the
-        prefetch.
-        """
+        """Handle the end of a lookup: start the reads if they pay and fit, let them wait for room, or drop it."""
         prefetch = self._operations.pop(found)
         fetch = prefetch.current
         prefetch.again_s = self._controller.time_s() + AGAIN_S
@@ -411,10 +408,12 @@ class Prefetcher:
 
     def start_waiting(self) -> None:
         """Start waiting work that may start now: copies to L1, reads in the order of their lookups, then lookups in
-        order of arrival. Call it last in a step, when it is known whether storage may be used. Does nothing if nothing
-        waits.
+        order of arrival. Call it last in a step, when it is known whether storage may be used.
         """
         if not (table := self._table):
+            return
+        if not table.waits:
+            self._look_again()
             return
         self.share.advance()
         while (prefetch := table.first(State.AWAITING_ROOM)) is not None and self._gate.may(Direction.READ):
@@ -548,9 +547,7 @@ class Prefetcher:
         """Return what is ahead of the pages that were found for a request: its own wait, and other reads."""
         reading = (one for one in self._operations if isinstance(one, ReadOperation))
         pages = sum(len(read.host_pages) - read.pages for read in reading)
-        pages += sum(
-            min(one.current.paying_pages, self.share.pages_max) for one in self._table.of(State.AWAITING_ROOM)
-        )
+        pages += sum(min(one.current.paying_pages, self.share.pages_max) for one in self._table.of(State.AWAITING_ROOM))
         arrivals_per_s = self._queue.arrivals_per_s(self._controller.time_s())
         return Ahead(self._wait_s(prefetch.rid), pages, arrivals_per_s)
 

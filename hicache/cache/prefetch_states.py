@@ -250,6 +250,7 @@ class PrefetchTable:
         self._by_rid: dict[str, Prefetch] = {}
         self._by_state: dict[State, dict[Prefetch, None]] = {state: {} for state in State}
         self._queue: list[Prefetch] = []
+        self._for_room, self._for_l1 = self._by_state[State.AWAITING_ROOM], self._by_state[State.AWAITING_L1]
 
     def get(self, rid: str) -> Prefetch | None:
         """Return the prefetch of a request that has not begun."""
@@ -261,6 +262,11 @@ class PrefetchTable:
     def all(self) -> list[Prefetch]:
         """Return the prefetches of requests that have not begun."""
         return list(self._by_rid.values())
+
+    @property
+    def waits(self) -> bool:
+        """True if a prefetch is QUEUED, AWAITING_ROOM or AWAITING_L1. Called in each step: counts nothing."""
+        return bool(self._queue or self._for_room or self._for_l1)
 
     def count(self, *states: State) -> int:
         """Return how many prefetches are in one of the states."""

@@ -95,7 +95,7 @@ class HiRadixCache(TieredCache):
         self._prefetcher.conclude(rid)
         match = self._match(tree, reusable)
         there = tree.match(reusable, marks=False) if self._trailing.pools else match
-        needed = pages - len(match.device_pages)
+        needed = pages - match.device_count
         tree.lock(match.node)
         has_room = self._l1.make_room(needed)
         while not (has_room or self.running) and self._prefetcher.give_way():
@@ -122,7 +122,7 @@ class HiRadixCache(TieredCache):
         answer = self._prefetcher.answer(rid)
         missed = Missed(there.pages, there.node, self._l1.unloaded, answer, self._continue_turn(request))
         request.account = self._account(rid, key.prompt_tokens, context)
-        self._begun(request.account, key, Reused(tree, node, len(match.device_pages), len(loaded)), missed, priority)
+        self._begun(request.account, key, Reused(tree, node, match.device_count, len(loaded)), missed, priority)
         return request
 
     def _continue_turn(self, request: RequestKV) -> int:
@@ -217,8 +217,7 @@ class HiRadixCache(TieredCache):
     def insert(self, key: RadixKey, device_pages: PageIds, *, priority: int = 0) -> Inserted:
         """Insert L1 pages with the whole pages of `key` into the tree, and back them up as the policy says.
 
-        The caller keeps `device_pages[:present_pages]`, which the tree already had. REQUIRES: the pages came from
-        `page_source`.
+        The caller keeps `device_pages[:present_pages]`, which the tree had. REQUIRES: they came from `page_source`.
         """
         priority = whole("priority", priority, -WHOLE_MAX)
         self.tree.require_fitting(key)
@@ -317,7 +316,7 @@ class HiRadixCache(TieredCache):
         """Return the longest cached prefix of `key` that a request can use, which trailing pools may shorten."""
         match = tree.match(key)
         pages = self._trailing.usable(match)
-        return match if pages == len(match.device_pages) else tree.match(key.head(pages * self.page_size))
+        return match if pages == match.device_count else tree.match(key.head(pages * self.page_size))
 
     def _reusable(self, key: RadixKey) -> RadixKey:
         """Return the whole pages of `key` that may come from the cache: the last token is always computed."""
@@ -334,9 +333,7 @@ class HiRadixCache(TieredCache):
             raise self._device_fault
         super()._require_service()
 
-    def _begun(
-        self, account: PromptTokens, key: RadixKey, reused: Reused, missed: Missed, priority: int
-    ) -> None:
+    def _begun(self, account: PromptTokens, key: RadixKey, reused: Reused, missed: Missed, priority: int) -> None:
         """Count a request that begins with the pages of `reused`, and complete its account."""
         rid, (tree, node, device_pages, loaded_pages) = account.rid, reused
         if self._verifier is not None:
@@ -357,8 +354,7 @@ class HiRadixCache(TieredCache):
         self.explainer.begin(account, key, tree, hits, self._reusable_pages(key), missed)
 
     def _may_have_room(self, pages: int) -> bool:
-        """Return True if L1 may have room for a request. Without running requests it has: nothing else keeps pages for
-        long."""
+        """Return True if L1 may have room for a request. Without running requests it has: only those keep pages."""
         return not self.running or self._l1.may_have_room(pages)
 
     # State

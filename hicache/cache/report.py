@@ -106,8 +106,7 @@ def dropped_by_stores(stores: Iterable[StoreStatistics], copies: Mapping[str, Co
 
 @dataclass(eq=False, repr=False)
 class DropLog:
-    """Logs a warning if limits have dropped work since the last comparison, with `counts` by limit and `words` for
-    each."""
+    """Logs a warning if limits have dropped work since the last comparison, with `counts` and `words` by limit."""
 
     counts: Callable[[], Counter[str]]
     words: Mapping[str, str] = field(default_factory=lambda: LIMITS)

@@ -181,8 +181,7 @@ class SessionCache(HiRadixCache):
         return 0 if session.held is None else self._continue(session, session.held, request)
 
     def extend(self, request: RequestKV, total_tokens: int) -> bool:
-        """Make room for KV of `total_tokens` tokens, if necessary from idle sessions. Return False if L1 is still full.
-        """
+        """Make room for KV of `total_tokens` tokens, if necessary from idle sessions. Return False if L1 stays full."""
         while not super().extend(request, total_tokens):
             missing = missing_pages(request, total_tokens, self.device)
             if not self._release_idle(missing, missing, None):
@@ -203,8 +202,7 @@ class SessionCache(HiRadixCache):
             self._events.session_id = None
 
     def cache_finished_req(self, request: RequestKV, key: RadixKey | None) -> None:
-        """End a request. A session keeps the KV of its turn for `key`, or after an abort its KV from before the
-        turn."""
+        """End a request. A session keeps the KV of its turn for `key`, or after an abort that from before the turn."""
         self.running.require(request)
         session = self._turns.get(request.rid)
         if session is None or session.request is not request:

@@ -1,6 +1,4 @@
-"""The counters of a cache, and their snapshots for the exporter, the command line and tests. Counts are totals since
-the start.
-"""
+"""The counters of a cache, totals since the start, and their snapshots for the exporter, the command line and tests."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ from ..frame import FrameCodec
 from ..hints import Outcome
 from ..histogram import STEP_BOUNDS_S, Histogram
 from ..keys import TOKEN_BYTES, Namespace, RadixKey, key_page_bytes, require_epoch
-from ..radix import NO_HISTORY, RUN_PAGES_MAX, AdaptiveEviction, Node, RadixTree, UseHistory, check_tree, make_policy
+from ..radix import NO_HISTORY, AdaptiveEviction, Node, RadixTree, UseHistory, check_tree, make_policy
 from ..tiers import HostPool, PagePool
 from .break_even import BreakEven
 from .compute_queue import ComputeQueue
@@ -153,19 +153,19 @@ class TieredCache:
         self._hints = HintExecutor(trees, self._l2, controller, counters, self._pins, self._prefetcher)
 
     def _new_tree(self) -> RadixTree:
-        bounds = self.config.transfer
+        config = self.config
         tree = RadixTree(
             self.page_size,
             self._policy,
-            run_pages_max=min(RUN_PAGES_MAX, bounds.write_pages_max, bounds.load_pages_max, self.host.pages),
+            run_pages_max=min(config.write_pages_max, config.load_pages_max, self.host.pages),
             position_bytes=self._position_bytes,
             observer=self._events,
-            adaptive=self._new_adaptive() if self.config.eviction_policy == "adaptive" else None,
+            adaptive=self._new_adaptive() if config.eviction_policy == "adaptive" else None,
         )
         tree.stores_on_host = self._stores_on_host
-        tree.seals_host = self.config.integrity.verifies_host
+        tree.seals_host = config.integrity.verifies_host
         tree.epoch = self.weights_epoch
-        if self.config.explain.pages:
+        if config.explain.pages:
             tree.on_left = self._left
         return tree
 
@@ -197,9 +197,7 @@ class TieredCache:
         return self._trees.current
 
     def start_log(self, namespace: Namespace) -> None:
-        """Log the setup of the cache, and from now on the work that limits drop. Call it once, before the first
-        request.
-        """
+        """Log the setup of the cache, and from now on the work that limits drop. Call it before the first request."""
         self._log = CacheLog(self.config, namespace, self.statistics, self.controller.clock)
 
     # Emptying

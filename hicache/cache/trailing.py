@@ -47,7 +47,7 @@ class TrailingTier:
         for pool in pools:
             allocator = instance("trailing: the free list of L1", device.allocator, PageAllocator)
             pool.attach(self._page_size, allocator.first + allocator.capacity, first_layer)
-            most = pool.trailing_pages if controller is None else controller.config.transfer.load_pages_max
+            most = pool.trailing_pages if controller is None else controller.config.load_pages_max
             if pool.trailing_pages > most:
                 raise InvalidInput(
                     f"trailing pool {pool.name}: a request loads {pool.trailing_pages} pages at once, the queue has "
@@ -63,9 +63,9 @@ class TrailingTier:
 
     def usable(self, match: Match) -> int:
         """Return how many of the L1 pages of `match` can be a request's prefix."""
+        if not self.pools or not match.device_count:
+            return match.device_count
         pages = match.device_pages
-        if not self.pools or not len(pages):
-            return len(pages)
         lengths = np.arange(1, len(pages) + 1)
         allowed = np.ones(len(pages), np.bool_)
         on_host = self._on_host(match.device_node, len(pages)) >= 0

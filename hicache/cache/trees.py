@@ -33,8 +33,7 @@ class Trees:
         return [self.current, *self._retired]
 
     def retire(self) -> None:
-        """Start an empty tree. Free the unused pages of the old one; `sweep` frees the used ones later.
-        """
+        """Start an empty tree. Free the unused pages of the old one; `sweep` frees the used ones later."""
         self.current.observer = self.current.queues.device.keeps = self.current.queues.host.keeps = None
         self._retired.append(self.current)
         self.current = self._make()

@@ -10,8 +10,7 @@ earlier. It is not called after a signal without a handler (such as SIGTERM), or
 workers, so only the process that has built a cache closes it.
 
 Locking design: a cache belongs to one thread (`misuse`). If that is another one and still runs, it closes the cache
-itself, in its next `poll`, through the mailbox. `_watched` and `_ending` are changed by single operations, which are
-atomic.
+itself, in its next `poll`, through the mailbox. Changes of `_watched` and `_ending` are single, atomic operations.
 """
 
 from __future__ import annotations

@@ -15,8 +15,7 @@ completely verified, or arrived behind the scrub's position, is verified in the 
 
 Locking design: the scheduler thread makes every call except `_prove` and owns all fields, so no lock is needed; the
 worker reads `_closed` and the length of `_running`. It writes `sound_pages`, `untagged_pages` and `damage` of its
-proof; they are final once the proof is in `_finished`. The frames of a proof are held on L2 (`hold_host`) until it has
-ended.
+proof; they are final once the proof is in `_finished`. `hold_host` keeps its frames on L2 until it has ended.
 """
 
 from __future__ import annotations

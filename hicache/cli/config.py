@@ -188,8 +188,7 @@ def check_surroundings(loaded: HiCacheConfig) -> None:
 
 
 def _warnings(loaded: HiCacheConfig) -> Iterator[str]:
-    """Yield what may go wrong with an accepted configuration on this machine. Opens no store, only paths for
-    lookups."""
+    """Yield what may go wrong with an accepted configuration on this machine. Opens no store, only looks up paths."""
     from ..backends.file.mounts import file_system, misplaced  # noqa: PLC0415 - imports SQLite
 
     for part in () if loaded.storage is None else parts_of_storage(loaded.storage):

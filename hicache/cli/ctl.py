@@ -128,9 +128,7 @@ _add_part("clients", ctl_view.client_lines, "List the engines whose memory the d
 @_NAMESPACE
 @click.option("--timeout", type=DURATION, default=5.0, help="Time limit, such as 30s.")
 @click.pass_obj
-def lookup(
-    session: Session, keys: tuple[str, ...], tokens_file: Path | None, namespace: str, timeout: float
-) -> None:
+def lookup(session: Session, keys: tuple[str, ...], tokens_file: Path | None, namespace: str, timeout: float) -> None:
     """Show on which tiers and in which stores pages are.
 
     KEY is a page key of 64 hexadecimal digits, or at least its first 4, for which stores are listed. --tokens selects
@@ -250,9 +248,7 @@ def pin(session: Session, keys: tuple[str, ...], tokens_file: Path | None, names
 @click.option("--expected", "expected_s", type=DURATION, help="For session.wait: when the session returns.")
 @click.option("--source", help="For session.wait: who estimates the time.")
 @click.pass_obj
-def hint(
-    session: Session, /, *, action: str, keys: tuple[str, ...], tokens_file: Path | None, **entries: Any
-) -> None:
+def hint(session: Session, /, *, action: str, keys: tuple[str, ...], tokens_file: Path | None, **entries: Any) -> None:
     """Tell the cache what comes next: ACTION about a session, a prompt (--tokens) or a chain of page keys.
 
     docs/hints.md describes the actions. Exit code 1 if the cache did not accept it.

@@ -26,12 +26,7 @@ _NAMED_MAX = 10
 
 
 def watch(
-    client: AdminClient,
-    path: str = "",
-    request: BaseModel | None = None,
-    title: str = "job",
-    *,
-    job: str = "",
+    client: AdminClient, path: str = "", request: BaseModel | None = None, title: str = "job", *, job: str = "",
     background: bool = False,
 ) -> Job:
     """Start a job by POST, or use the one with the id `job`, and follow it until it ends; return it. With `background`

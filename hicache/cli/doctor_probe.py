@@ -58,9 +58,7 @@ class Measured:
 
     def figures(self, page_bytes: int) -> Figures:
         """Return the figures of the row of a store whose pages have `page_bytes` bytes."""
-        found: Figures = {
-            "page": page_bytes, "open_s": self.opened_s, "remove_s": self.removed_s, "left": self.left
-        }
+        found: Figures = {"page": page_bytes, "open_s": self.opened_s, "remove_s": self.removed_s, "left": self.left}
         for name, calls in (("write", self.writes), ("read", self.reads)):
             if calls:
                 pages, seconds = calls[-1]

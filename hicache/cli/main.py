@@ -72,9 +72,7 @@ class Bug(Failure):
 
 
 def printable(text: str) -> str:
-    """Return `text` with escapes for terminal control characters and for characters that the output cannot encode; line
-    ends stay.
-    """
+    """Return `text` with escapes for control characters and those that the output cannot encode; line ends stay."""
     return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 

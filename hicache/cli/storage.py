@@ -183,9 +183,7 @@ class Removal:
         self._shows_left = shows_left
         self._work = Work()
 
-    def run(
-        self, chosen: Iterable[tuple[StorePart, str]], steps: Callable[..., Iterator[RemovalProgress]]
-    ) -> None:
+    def run(self, chosen: Iterable[tuple[StorePart, str]], steps: Callable[..., Iterator[RemovalProgress]]) -> None:
         """Remove pages by `steps` from the chosen parts, of namespaces with a prefix each. Without --yes, first make a
         dry run and ask. End the command if nothing matches or the answer is no.
 

@@ -158,9 +158,7 @@ def _namespace_json(one: NamespaceSurvey) -> dict[str, Any]:
     }
 
 
-def _list_pages(
-    part: StorePart, heading: bool, stored: StoredPages, namespace: str, as_json: bool
-) -> dict[str, Any]:
+def _list_pages(part: StorePart, heading: bool, stored: StoredPages, namespace: str, as_json: bool) -> dict[str, Any]:
     """Return the pages of one part as a document, or print them one by one and return it without pages."""
     now_s, documents = time.time(), []
     if not as_json:

@@ -126,8 +126,7 @@ def split_url(url: str, default_ports: Mapping[str, int]) -> Url:
 
 
 def default_socket(environ: Mapping[str, str] | None = None) -> Path | None:
-    """Return the default socket of a daemon of this user and its engines; None if the system has no private directory
-    for it."""
+    """Return the default socket of a daemon of this user and its engines; None without a private directory for it."""
     if os.geteuid() == 0:
         return Path("/run/hicache/daemon.sock")
     runtime = (os.environ if environ is None else environ).get("XDG_RUNTIME_DIR")
@@ -138,8 +137,7 @@ def split_endpoint(endpoint: str, *, listens: bool) -> Address | Path:
     """Split a ZeroMQ endpoint: the address of `tcp://host:port`, or the socket of `ipc:///path`.
 
     With `listens` the host may be `*`, for all interfaces, and the port `*` or 0, for a free one; both ports become 0.
-    Raises ValueError, which does not quote the endpoint, if it is not valid. ZeroMQ itself would use any port modulo
-    65536.
+    Raises ValueError, which does not quote the endpoint, if it is not valid. ZeroMQ would use a port modulo 65536.
     """
     if endpoint.startswith(_IPC):
         path = Path(endpoint.removeprefix(_IPC))
@@ -171,8 +169,7 @@ def ranked_endpoint(endpoint: str, rank: int | None) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """Return True if `host` is a loopback address or `localhost`. Does not resolve names: other names count as remote.
-    """
+    """Return True if `host` is a loopback address or `localhost`. Does not resolve names: others count as remote."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

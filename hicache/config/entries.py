@@ -27,9 +27,7 @@ class EntryInfo(NamedTuple):
 
 @functools.cache
 def all_entries(storage: str = "file") -> tuple[EntryInfo, ...]:
-    """Return all entries in the order of the schema, with the options of this type of storage (for a plugin, of
-    `file`).
-    """
+    """Return all entries in the order of the schema, with the options of this type of storage (a plugin: `file`)."""
     return tuple(_walk(HiCacheConfig, "", STORAGE_SECTIONS.get(storage, FileStorage)))
 
 

@@ -53,9 +53,7 @@ PROBLEMS_MAX = 100
 _NUMBER_CHARACTERS_MAX = 64
 # Numbers that YAML 1.1 reads in base 8 or 60, and that people write in base 10 or as times: 064 is 52, 1:30 is 90. Not
 # 0x40, 0b1000000 and 1_000, which have one meaning.
-_OTHER_BASE = re.compile(
-    r"[-+]?(?:0[0-7_]+|[1-9][0-9_]*(?::[0-5]?[0-9])+|[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*)"
-)
+_OTHER_BASE = re.compile(r"[-+]?(?:0[0-7_]+|[1-9][0-9_]*(?::[0-5]?[0-9])+|[0-9][0-9_]*(?::[0-5]?[0-9])+\.[0-9_]*)")
 # The longest name that is compared with others as a possible typo.
 _TYPO_CHARACTERS_MAX = 200
 # The similarity (0 to 1) of a name and its typo; below 0.7 suggestions look random.
@@ -95,8 +93,7 @@ def load_config(
 
     `load_config(path)` reads the variables of this process, as the command line does; pass `environ={}` to read none.
     `overrides` maps dotted paths to text (`{"host.size": "4GiB"}`). Variables without the prefix `HICACHE_` are
-    ignored. Reads the file; changes nothing. Raises ConfigError that lists every error, InvalidInput for arguments of
-    another type.
+    ignored. Reads the file; changes nothing. Raises ConfigError that lists every error, InvalidInput for other types.
     """
     environ = os.environ if environ is None else instance("environ", environ, Mapping)  # type: ignore[type-abstract]
     overrides = {} if overrides is None else instance("overrides", overrides, Mapping)  # type: ignore[type-abstract]

@@ -82,9 +82,7 @@ class S3StorageOptions(ServerOptions):
 
     @model_validator(mode="after")
     def _check(self) -> S3StorageOptions:
-        for name, url, ports in (
-            ("endpoint_url", self.endpoint_url, HTTP_PORTS), ("proxy", self.proxy, PROXY_PORTS),
-        ):
+        for name, url, ports in (("endpoint_url", self.endpoint_url, HTTP_PORTS), ("proxy", self.proxy, PROXY_PORTS)):
             try:
                 if url is not None:
                     split_url(url, ports)

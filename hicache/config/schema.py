@@ -13,16 +13,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from ..geometry import PAGE_SIZE_MAX
 from ..policies import require_policy
-from ..units import (
-    Count,
-    Duration,
-    Number,
-    PositiveDuration,
-    Share,
-    TierSize,
-    TierSizeOrShare,
-    refuse_bool,
-)
+from ..units import Count, Duration, Number, PositiveDuration, Share, TierSize, TierSizeOrShare, refuse_bool
 from .daemon import DaemonConfig
 from .integrity import IntegrityConfig, StorageFormatConfig
 from .publishing import EventsConfig, LoggingConfig, MetricsConfig, TracingConfig
@@ -289,6 +280,16 @@ class HiCacheConfig(Section):
     events: EventsConfig = EventsConfig()
     admin: AdminConfig = AdminConfig()
     daemon: DaemonConfig = DaemonConfig()
+
+    @property
+    def write_pages_max(self) -> int:
+        """As in `transfer`, for runs of pages of this size: those of one token are four times as long."""
+        return self.transfer.write_pages_max * max(1, 4 // self.page_size)
+
+    @property
+    def load_pages_max(self) -> int:
+        """As `write_pages_max`."""
+        return self.transfer.load_pages_max * max(1, 4 // self.page_size)
 
     @model_validator(mode="after")
     def _check(self) -> HiCacheConfig:

@@ -80,8 +80,7 @@ def sections_in(annotation: Any) -> Iterator[type[BaseModel]]:
 
 
 def problems_of(refused: ValidationError, section: type[BaseModel]) -> str:
-    """Return the errors of a `section` that a program has built, on one line. Does not quote text that may be a secret.
-    """
+    """Return the errors of a `section` that a program has built, on one line. Quotes no text that may be a secret."""
     problems = []
     for error in refused.errors():
         path, names = locate(section, error["loc"])

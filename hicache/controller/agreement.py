@@ -155,9 +155,7 @@ class Agreement:
 
     def statistics(self) -> RankStatistics:
         """Return a snapshot. May be called from any thread."""
-        return RankStatistics(
-            self._group.rank, self._group.size, self._failure is not None, self._wait.statistics()
-        )
+        return RankStatistics(self._group.rank, self._group.size, self._failure is not None, self._wait.statistics())
 
     def close(self) -> None:
         """Leave the group."""

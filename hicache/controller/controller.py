@@ -45,15 +45,7 @@ from ..keys import PageChain, RadixKey
 from ..supervised import SupervisedPool, WorkerFactory
 from ..tiers import CopyEngine, FailedTransfer, Fence, HostPool, JoinedTransfer, Transfer
 from ..types import PageIds, concat
-from .agreement import (
-    COUNTERS,
-    STORE_PLACES,
-    Agreement,
-    PrefetchProgress,
-    Progress,
-    StoreProgress,
-    store_progress,
-)
+from .agreement import COUNTERS, STORE_PLACES, Agreement, PrefetchProgress, Progress, StoreProgress, store_progress
 from .operations import (
     Acks,
     Backup,
@@ -165,7 +157,7 @@ class HiCacheController:
 
     def takes_backup(self, pages: int) -> bool:
         """Return True if the write queue has room for `pages` more; a rejection is counted."""
-        return self._within("write", self._backup_pages + pages <= self.config.transfer.write_pages_max)
+        return self._within("write", self._backup_pages + pages <= self.config.write_pages_max)
 
     def submit_backup(self, device_pages: PageIds, host_pages: PageIds) -> Backup:
         """Queue a copy to L2; the next `launch_backups` starts it. REQUIRES: `takes_backup` returned True."""
@@ -176,8 +168,7 @@ class HiCacheController:
         return backup
 
     def submit_load(self, host_pages: PageIds, device_pages: PageIds, after: int) -> Load:
-        """Queue a copy to L1 after fence number `after`; the next `launch_loads` starts it. REQUIRES: `load_room`
-        suffices."""
+        """Queue a copy to L1 after fence number `after`; `launch_loads` starts it. REQUIRES: `load_room` suffices."""
         load = Load(host_pages, device_pages, after)
         self._loads.append(load)
         self._submitted["loads"] += 1
@@ -195,7 +186,7 @@ class HiCacheController:
     @property
     def load_room(self) -> int:
         """The number of pages for which the load queue has room."""
-        return self.config.transfer.load_pages_max - self._load_pages
+        return self.config.load_pages_max - self._load_pages
 
     @property
     def is_loading(self) -> bool:

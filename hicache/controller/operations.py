@@ -29,8 +29,7 @@ FENCES_KEPT = 16
 
 
 class Fences:
-    """The latest fences of the engine, numbered from 1. `latest` is the number of the last fence, 0 if there is none.
-    """
+    """The latest fences of the engine, numbered from 1. `latest` is the number of the last fence, 0 without one."""
 
     def __init__(self) -> None:
         self.latest = 0
@@ -42,9 +41,8 @@ class Fences:
         self._kept.append((self.latest, fence))
 
     def at(self, number: int) -> Fence | None:
-        """Return fence `number`, or the oldest stored fence, which is later, if `number` was dropped. So does
-        number 0, for pages that no request has used: the engine may have filled them with zeros. None if there is no
-        fence."""
+        """Return fence `number`, or the oldest stored fence, which is later, if `number` was dropped. So does number 0,
+        for pages that no request has used: the engine may have filled them with zeros. None if there is no fence."""
         return next((fence for found, fence in self._kept if found >= number), None)
 
 

@@ -226,8 +226,7 @@ class _DeviceReduction:
 
 
 def require_equal(group: RankGroup, what: str, value: str) -> None:
-    """Check at start-up that all ranks have the same `value`, such as a configuration. Blocks. Raises RankError if not.
-    """
+    """Check at start-up that all ranks have the same `value`, such as a configuration. Blocks. Raises RankError."""
     digest = hashlib.sha256(value.encode()).digest()
     number = int.from_bytes(digest[:8], "little") >> 2  # fits an int64, and so does its negative
     lowest, highest = group.agree(np.array([number, -number], dtype=np.int64)).tolist()

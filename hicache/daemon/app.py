@@ -1,7 +1,6 @@
 """The HTTP interface `/v1` of a node, as a FastAPI application.
 
-Handlers run on the event loop. Blocking calls run on the threads of a namespace, or on a few threads for opening and
-mapping.
+Handlers run on the event loop. Blocking calls run on the threads of a namespace, or on a few for opening and mapping.
 """
 
 from __future__ import annotations

@@ -56,8 +56,7 @@ class Attachment:
             self._replace(namespace)
 
     def changed(self, namespace: ServedNamespace) -> None:
-        """Close the store of a namespace that is retired now, or open that of one that is used again. Does not block.
-        """
+        """Close the store of a namespace that is retired now, or open that of one in use again. Does not block."""
         with self._lock:
             self._replace(namespace)
 

@@ -50,8 +50,7 @@ _NO_ACCESS = "token: this daemon has none, so pages need its Unix socket; use th
 _FOREIGN_HOST = (
     "host: the header Host does not name this daemon; use its IP address or localhost, or add the name to daemon.hosts"
 )
-# A client's name of its request: short, with characters that are safe in logs and headers. Longer runs of digits may be
-# keys.
+# A client's name of its request: short, with characters safe in logs and headers. Longer runs of digits may be keys.
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._-]{1,48}")
 # Calls with a span; probes, pages and admin calls would only be noise in a trace.
 _TRACED = _VERBS | {"open", "close", "attach", "detach"}

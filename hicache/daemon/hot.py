@@ -46,8 +46,7 @@ class HotPrefixes:
         return self._batches // EPOCH_BATCHES
 
     def note(self, label: str, keys: Sequence[bytes], hits: Sequence[Hits]) -> None:
-        """Count one hit of each page of a batch, head first. `label` is its namespace's. REQUIRES: at least one
-        page."""
+        """Count one hit of each page of a batch, head first. `label` is its namespace's. REQUIRES: a page."""
         self._batches += 1
         epoch = self._epoch
         for one in hits:

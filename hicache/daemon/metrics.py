@@ -21,7 +21,7 @@ from .statistics import LIMITS, NamespaceStatistics, NodeState, NodeStatistics
 
 # Answers by the first digit of their status; /v1 has no other ones.
 _STATUSES = ("2xx", "4xx", "5xx")
-_NEVER = Histogram(BOUNDS_S).latency()
+_NEVER = Histogram(BOUNDS_S).statistics()
 
 
 def _requests(state: NodeStatistics) -> Values:

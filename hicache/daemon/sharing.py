@@ -428,8 +428,7 @@ class _Write:
         return [SetOutcome.PRESENT if is_again and one.is_stored else one for one, is_again in found]
 
     def _put_in_pool(self, positions: Sequence[int]) -> None:
-        """Put pages into the pool. After a page without room the rest is not added, because a lookup would not find
-        them."""
+        """Put pages into the pool. A page without room ends this, because a lookup would not find the rest."""
         is_full = not self._store.stands_in
         for position in positions:
             if self._store._clock() >= self._deadline:

@@ -15,11 +15,11 @@ from typing import Any
 
 from ..backends.base import BackendStatistics
 from ..backends.compose import CopyStatistics
-from ..backends.guard import BOUNDS_S, LatencyStatistics, StoreProblem, grouped
+from ..backends.guard import StoreProblem, grouped
 from ..backends.slot import Waiting
 from ..backends.storage import StoreStatistics
 from ..ghosts import Kind
-from ..histogram import Histogram
+from ..histogram import BOUNDS_S, Histogram, HistogramStatistics
 
 # The limits that reject or end requests and connections, by their names in counters, with words for the log.
 LIMITS: Mapping[str, str] = {
@@ -44,8 +44,7 @@ LIMITS: Mapping[str, str] = {
 class CallCounters:
     """The counters of requests: totals since the start, and the current requests and connections.
 
-    Only the event loop's thread counts. Any thread may take a snapshot: copying a dictionary or a list is one operation
-    in CPython.
+    Only the event loop's thread counts. Any thread may take a snapshot: copying a dictionary or list is one operation.
     """
 
     def __init__(self) -> None:
@@ -66,8 +65,8 @@ class CallCounters:
         """Count a request or connection that a limit has rejected."""
         self.refused[limit] += 1
 
-    def latency(self) -> dict[str, LatencyStatistics]:
-        return {name: histogram.latency() for name, histogram in self._took.items()}
+    def latency(self) -> dict[str, HistogramStatistics]:
+        return {name: histogram.statistics() for name, histogram in self._took.items()}
 
 
 class NodeState(enum.StrEnum):
@@ -149,8 +148,7 @@ class ClientStatistics:
 @dataclass(frozen=True, slots=True)
 class NodeStatistics:
     """The whole daemon. `connections` are by listener (unix, tcp), each with the limit `connections_max`; `requests`
-    counts answers by (operation, status code), `refused` counts rejected requests by limit; `latency` is by
-    operation."""
+    counts answers by (operation, status code), `refused` rejected requests by limit; `latency` is by operation."""
 
     instance: str
     state: NodeState
@@ -162,7 +160,7 @@ class NodeStatistics:
     connections_max: int
     requests: Mapping[tuple[str, int], int]
     refused: Mapping[str, int]
-    latency: Mapping[str, LatencyStatistics]
+    latency: Mapping[str, HistogramStatistics]
     in_flight_requests: int
     hot: tuple[HotPrefix, ...]
 

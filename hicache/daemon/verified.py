@@ -42,8 +42,7 @@ class VerifiedPages:
         return entry if self.pool.publish(self.space, entry, holders=1) else None
 
     def fill(self, entry: PooledPage, page: PageBuffer, parent: bytes | None) -> bool:
-        """Copy a page to its memory in the pool and verify it there. If it is damaged, free the memory and return
-        False."""
+        """Copy a page to its memory in the pool and verify it there. Free it and return False if it is damaged."""
         is_verified = False
         try:
             copy_buffers(self._buffers(page), [*entry.buffers, self._codec.buffers(entry.view())[-1]])
@@ -54,8 +53,7 @@ class VerifiedPages:
         return is_verified
 
     def copy(self, key: bytes, source: PageBuffer, target: PageBuffer) -> bool:
-        """Copy the page `key` from one client's buffer to another's and verify it there; return False if it is
-        damaged."""
+        """Copy the page `key` from one client's buffer to another's and verify it; return False if it is damaged."""
         copy_buffers(self._buffers(source), self._codec.buffers(target))
         return self._is_verified(key, target, parent_of(target))
 

@@ -24,22 +24,7 @@ from .types import (
 )
 
 __all__ = [
-    "BlockLabels",
-    "Cleared",
-    "Event",
-    "EventReader",
-    "EventStream",
-    "Medium",
-    "Origin",
-    "PageBlocks",
-    "PrefixIndex",
-    "Publisher",
-    "PublisherStatistics",
-    "Recorded",
-    "Removed",
-    "RemovedRun",
-    "Snapshot",
-    "Stored",
-    "StoredRun",
+    "BlockLabels", "Cleared", "Event", "EventReader", "EventStream", "Medium", "Origin", "PageBlocks", "PrefixIndex",
+    "Publisher", "PublisherStatistics", "Recorded", "Removed", "RemovedRun", "Snapshot", "Stored", "StoredRun",
     "StreamStatistics",
 ]

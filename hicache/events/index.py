@@ -39,7 +39,7 @@ class PrefixIndex:
         # storage, in the order of that change.
         self._near: dict[bytes, int] = {}
         self._stored_alone: dict[bytes, int] = {}
-        self._in_sync = True
+        self.in_sync = True  # it has applied every event since it last had the whole tree
         self._contradictions = 0
 
     # Following
@@ -49,8 +49,8 @@ class PrefixIndex:
         for event in events:
             if isinstance(event, Cleared):
                 self._forget_all()
-                self._in_sync = True
-            elif not self._in_sync:
+                self.in_sync = True
+            elif not self.in_sync:
                 continue
             elif isinstance(event, Stored):
                 self._store(event)
@@ -58,10 +58,9 @@ class PrefixIndex:
                 self._remove(event)
 
     def lose(self) -> None:
-        """Forget everything because events were missed. The next `Cleared`, with which a snapshot begins, restarts
-        it."""
+        """Forget everything because events were missed. A snapshot, which begins with `Cleared`, restarts it."""
         self._forget_all()
-        self._in_sync = False
+        self.in_sync = False
 
     def _forget_all(self) -> None:
         self._near.clear()
@@ -106,11 +105,6 @@ class PrefixIndex:
             del self._stored_alone[key]
 
     # Queries
-
-    @property
-    def in_sync(self) -> bool:
-        """True if the index has applied every event since it last had the whole tree."""
-        return self._in_sync
 
     def __len__(self) -> int:
         return len(self._near) + len(self._stored_alone)

@@ -19,7 +19,7 @@ import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
@@ -67,14 +67,13 @@ class _ListedKeys:
         self.refused = 0
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Return True if the key, in Z85, is listed. Public keys are not secret, so the comparison need not be constant
-        in time."""
+        """Return True if the key, in Z85, is listed. Public keys are not secret, so timing does not matter."""
         is_listed = key.decode() in self._keys
         self.refused += not is_listed
         return is_listed
 
 
-class EventPublisher:
+class EventPublisher(AbstractContextManager["EventPublisher"]):
     """See the module's docstring. Starts a thread; a context manager that closes.
 
     `given_keys`: the engine supplies the page keys, and events name its blocks (`blocks`). Raises ConfigError without
@@ -145,9 +144,6 @@ class EventPublisher:
             self._closing.set()
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
-
-    def __enter__(self) -> EventPublisher:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

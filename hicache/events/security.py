@@ -44,8 +44,7 @@ class CurveKeys:
 def check_events(section: EventsConfig) -> CurveKeys | None:
     """Return the keys in the configured files, or None without files. Binds nothing; needs no extra.
 
-    Raises ConfigError if a key cannot be read or is malformed, or if other users or hosts can reach an endpoint
-    without keys.
+    Raises ConfigError if a key cannot be read or is malformed, or if others can reach an endpoint without keys.
     """
     curve = None
     if section.curve_secret_key_file is not None and section.curve_client_keys_file is not None:

@@ -9,11 +9,10 @@ A snapshot comes in parts, because a large tree is walked in slices. Until it is
 snapshot, so the scheduler also puts each new event into the snapshot, between the parts.
 
 Locking design: only the scheduler writes the events and the counters; it takes no lock and never waits. A reader
-belongs to one thread at a time. It finds events by number in a dictionary, whose single operations are atomic: an
-event that is missing below `next` was dropped, and a race cannot look different. `_wanted` of a reader is a
-single reference, set by one side and cleared by the other. Snapshots reach a reader through deques, which the scheduler
-appends to and the reader pops from. `_lock` guards the list of readers; `subscribe` and `close` take it, the scheduler
-never does.
+belongs to one thread at a time. It finds events by number in a dictionary, whose single operations are atomic: an event
+that is missing below `next` was dropped, and a race cannot look different. `_wanted` of a reader is a single reference,
+set by one side and cleared by the other. Snapshots reach a reader through deques, which the scheduler appends to and
+the reader pops from. `_lock` guards the list of readers; `subscribe` and `close` take it, the scheduler never does.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ begins. Needs pyzmq and msgspec (extra `events`). Has no thread: `poll` does the
 from __future__ import annotations
 
 import math
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 
 import zmq
@@ -48,7 +48,7 @@ class FollowerStatistics:
     refused: int
 
 
-class EventFollower:
+class EventFollower(AbstractContextManager["EventFollower"]):
     """Connects to the two endpoints of a publisher. Used by one thread; a context manager that closes. Raises
     ConfigError for an endpoint that is not valid.
     """
@@ -98,9 +98,6 @@ class EventFollower:
     def close(self) -> None:
         """Disconnect. Idempotent. Does not block."""
         self._context.destroy(linger=0)
-
-    def __enter__(self) -> EventFollower:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()

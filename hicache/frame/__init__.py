@@ -32,25 +32,7 @@ from .header import (
 )
 
 __all__ = [
-    "FRAME_ALIGN",
-    "FRAME_KEY_BYTES",
-    "HEADER_BYTES",
-    "NO_PARENT",
-    "Compression",
-    "Damage",
-    "Encoding",
-    "FrameCodec",
-    "FrameHeader",
-    "PageBuffer",
-    "PageView",
-    "TagKind",
-    "TagStream",
-    "fill",
-    "first_bytes",
-    "frame_bytes",
-    "header_of",
-    "join",
-    "stored_time",
-    "unseal",
-    "without_first",
+    "FRAME_ALIGN", "FRAME_KEY_BYTES", "HEADER_BYTES", "NO_PARENT", "Compression", "Damage", "Encoding", "FrameCodec",
+    "FrameHeader", "PageBuffer", "PageView", "TagKind", "TagStream", "fill", "first_bytes", "frame_bytes", "header_of",
+    "join", "stored_time", "unseal", "without_first",
 ]

@@ -101,8 +101,7 @@ class BufferPool:
     """Buffers of one size, aligned for direct I/O, for compressed and encrypted pages. Thread-safe; never blocks.
 
     A borrowed buffer is a memoryview. It returns to the pool when its last view is deleted, so a backend can keep it
-    until its write has ended. New memory for each page would cost a page fault per 4 KiB, about as much time as
-    encryption.
+    until its write has ended. New memory for each page would cost a page fault per 4 KiB, as slow as encryption.
     """
 
     def __init__(self, buffer_bytes: int) -> None:

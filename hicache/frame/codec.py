@@ -59,6 +59,8 @@ from .header import (
 )
 
 _NO_TAG = bytes(16)
+# The helper knows XXH3 only for more than 240 bytes, header included.
+_HELPED_BYTES_MIN = 241
 
 
 class TagStream:
@@ -137,6 +139,7 @@ class FrameCodec:
         self._metadata = encode_metadata(weights_epoch, label)
         self._version_and_kind = struct.pack("<HB", FORMAT_VERSION, self.tag_kind)
         self._length = payload_bytes.to_bytes(8, "little")
+        self._start = pack_start(self.tag_kind, Encoding(0), self._key_id, payload_bytes)
         self._buffers = BufferPool(self.frame_bytes)
         # The padding of a page in parts: zeros are written, and the bytes that are read are ignored.
         padding_bytes = self.frame_bytes - HEADER_BYTES - payload_bytes
@@ -162,6 +165,7 @@ class FrameCodec:
     def seal_buffers(self, key: bytes, page: PageBuffer, *, parent: bytes | None = None) -> list[memoryview]:
         """Return the buffers of the encoded page, in order. Like `seal`, but also for pages in parts. Only a codec that
         compresses or encrypts copies these; otherwise only their header is written to."""
+        parent = self.parent_of(key, page, parent)
         if parent == key:
             raise InvalidInput(f"frame: the page {key.hex()} is its own parent; pass the key of the page before it")
         plain = self._fixed(Encoding(0), key, parent, self.payload_bytes)
@@ -183,6 +187,22 @@ class FrameCodec:
             self._write_header(page, plain + stored_at, [page[COVERED_FROM : HEADER_BYTES + self.payload_bytes]])
             return [page]
         return [self._transformed(body, self._fixed(encoding, key, parent, len(body)) + stored_at)]
+
+    def parent_of(self, key: bytes, page: PageBuffer, parent: bytes | None) -> bytes | None:
+        """Return the parent for the header of a page: `parent`, unless a set of stores knows a better one."""
+        return parent
+
+    def fields(self) -> tuple[bytes, bytes, bytes, int, int] | None:
+        """Return what the headers of all plain pages have, and the present time, for the native helper: it seals and
+        proves pages as `seal` and `accept` do. None for other tags than XXH3, and for pages of a few bytes."""
+        if self.tag_kind is not TagKind.XXH3_128 or self.payload_bytes < _HELPED_BYTES_MIN:
+            return None
+        return self._start, self.namespace, self._metadata, self.payload_bytes, int(self.clock.wall_s())
+
+    def unsealed_buffers(self, page: PageBuffer) -> list[memoryview]:
+        """Return the buffers of a page to write after the helper has sealed it. REQUIRES: the codec does not
+        transform."""
+        return [page.header, *page.parts, self._zeros] if isinstance(page, PageView) else [page]
 
     def buffers(self, page: PageBuffer) -> list[memoryview]:
         """Return the buffers to read an encoded page into, in order; `frame_bytes` together. See `first_bytes`."""
@@ -207,7 +227,7 @@ class FrameCodec:
         return self._buffers.take()
 
     def _fixed(self, encoding: Encoding, key: bytes, parent: bytes | None, stored_bytes: int) -> bytes:
-        start = pack_start(self.tag_kind, encoding, self._key_id, self.payload_bytes)
+        start = pack_start(self.tag_kind, encoding, self._key_id, self.payload_bytes) if encoding else self._start
         return pack_fixed(start, key, parent or NO_PARENT, self.namespace, stored_bytes, self._metadata)
 
     def _shortened(self, payload: memoryview, compression: Compression) -> tuple[Encoding, memoryview]:

@@ -12,7 +12,6 @@ from .envelope import (
     Hint,
     HintAction,
     HintsEnvelope,
-    HintTarget,
     Outcome,
     OutcomeStatus,
     Pin,
@@ -27,22 +26,6 @@ from .envelope import (
 from .waits import WaitRecord
 
 __all__ = [
-    "ACTIONS_MAX",
-    "KINDS",
-    "Demote",
-    "Hint",
-    "HintAction",
-    "HintTarget",
-    "HintsEnvelope",
-    "Outcome",
-    "OutcomeStatus",
-    "Pin",
-    "Prefetch",
-    "Release",
-    "Retain",
-    "Turn",
-    "Wait",
-    "WaitRecord",
-    "envelope_of",
-    "hint_of",
+    "ACTIONS_MAX", "KINDS", "Demote", "Hint", "HintAction", "HintsEnvelope", "Outcome", "OutcomeStatus",
+    "Pin", "Prefetch", "Release", "Retain", "Turn", "Wait", "WaitRecord", "envelope_of", "hint_of",
 ]

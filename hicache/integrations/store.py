@@ -11,8 +11,7 @@ pauses all.
 Each failure of storage is a miss or a page that is not stored.
 
 Locking design: an EngineGate is made for one thread. `_state` of EngineStorage guards its gates and the table of them;
-it is held for a few instructions, not while a store works. Verbs run on their callers' threads, several at the same
-time.
+it is held for a few instructions, not while a store works. Verbs run on their callers' threads, several at once.
 """
 
 from __future__ import annotations
@@ -90,8 +89,7 @@ class EngineGate(StorageGate):
 
     Registers no memory: stores do not transfer pages in parts through registered memory. Serves metrics as the section
     `metrics` configures them, on the first free port of `processes`, because an engine has several processes with one
-    configuration; with 0 processes, its owner serves them. Raises ConfigError, and BackendError if the store fails to
-    open.
+    configuration; with 0 processes, its owner serves them. Raises ConfigError and BackendError.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from collections.abc import Callable
 import numpy as np
 
 from ..errors import InvalidInput
-from ..lazy import native
+from ..lazy import native, untrack
 from .token_ids import TOKEN_BYTES
 
 PAGE_KEY_BYTES = 32
@@ -63,8 +63,7 @@ def common_pages(run: bytes, tokens: bytes, offset: int, page_bytes: int) -> int
 
 
 def key_page_bytes(page_size: int, position_bytes: int) -> int:
-    """Return the bytes of one page of `page_size` tokens in a `RadixKey` of this kind: its positions, or its page
-    key."""
+    """Return the bytes of one page of `page_size` tokens in a `RadixKey` of this kind: its positions, or page key."""
     return PAGE_KEY_BYTES if position_bytes == PAGE_KEY_BYTES else page_size * position_bytes
 
 
@@ -72,13 +71,13 @@ class PageChain:
     """The page keys of a run of one or more whole pages. They are hashed at the first use, on the thread of that use.
 
     `tokens` and `page_size` are as in `page_keys`. `prior` is as in `page_keys`, or the chain of the previous run.
-    `keys` are passed if they are known.
+    `keys` are passed if they are known. `hashed` are the keys, None while they are not hashed.
 
     No lock: each field is one reference, `_prior` always names the key before the run, and two threads that hash at the
     same time compute the same keys.
     """
 
-    __slots__ = ("_keys", "_page_size", "_prior", "_tokens")
+    __slots__ = ("_page_size", "_prior", "_tokens", "hashed")
 
     def __init__(
         self, tokens: bytes, page_size: int, prior: bytes | PageChain, keys: list[bytes] | None = None
@@ -86,26 +85,22 @@ class PageChain:
         self._tokens = tokens
         self._page_size = page_size
         self._prior = prior
-        self._keys = keys
+        self.hashed = keys
+        untrack(self)
 
     def __repr__(self) -> str:
-        return f"PageChain({self.pages} pages, {'not hashed' if self._keys is None else 'hashed'})"
+        return f"PageChain({self.pages} pages, {'not hashed' if self.hashed is None else 'hashed'})"
 
     @property
     def pages(self) -> int:
         """Pages of the run."""
         return len(self._tokens) // (self._page_size * TOKEN_BYTES)
 
-    @property
-    def hashed(self) -> list[bytes] | None:
-        """The keys, or None if they are not hashed yet."""
-        return self._keys
-
     def keys(self) -> list[bytes]:
         """Return the keys. Do not modify the list."""
         missing: list[PageChain] = []
         chain = self
-        while (keys := chain._keys) is None:
+        while (keys := chain.hashed) is None:
             missing.append(chain)
             prior = chain._prior
             if isinstance(prior, bytes):
@@ -114,12 +109,13 @@ class PageChain:
             chain = prior
         for chain in reversed(missing):
             chain._prior = keys[-1]
-            chain._keys = keys = page_keys(chain._tokens, chain._page_size, keys[-1])
+            chain.hashed = keys = page_keys(chain._tokens, chain._page_size, keys[-1])
+            untrack(keys)
         return keys
 
     def head(self, pages: int) -> PageChain:
         """Return the chain of the first `pages` pages."""
-        keys = None if self._keys is None else self._keys[:pages]
+        keys = None if self.hashed is None else self.hashed[:pages]
         return PageChain(self._tokens[: pages * self._page_size * TOKEN_BYTES], self._page_size, self._prior, keys)
 
     def prior_key(self) -> bytes:

@@ -95,8 +95,7 @@ class RadixKey:
 
     @property
     def is_given(self) -> bool:
-        """True if the engine passed page keys. Then `tokens` contains them, and the tokens of the prompt are
-        unknown."""
+        """True if the engine passed page keys. Then `tokens` contains them, and the prompt's tokens are unknown."""
         return self.position_bytes == PAGE_KEY_BYTES
 
     @property

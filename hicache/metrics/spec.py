@@ -20,7 +20,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from .. import __version__
-from ..histogram import BOUNDS_S, HistogramStatistics, LatencyStatistics
+from ..histogram import HistogramStatistics
 from ..keys import FORMAT_VERSION
 
 # Few labels with few values each. Never a key, a tenant or a path: a label value stays as long as the time series.
@@ -32,8 +32,8 @@ LABELS = frozenset({
 })
 S = TypeVar("S")
 # Without labels: a value, or None if it is unknown. With one label: a mapping from its values; with several: from
-# tuples of their values. The value of a histogram is a `LatencyStatistics` or a `HistogramStatistics`.
-Values: TypeAlias = "float | LatencyStatistics | HistogramStatistics | Mapping[Any, Any] | None"
+# tuples of their values. The value of a histogram is a `HistogramStatistics`.
+Values: TypeAlias = "float | HistogramStatistics | Mapping[Any, Any] | None"
 
 
 class MetricSpec(NamedTuple, Generic[S]):
@@ -75,9 +75,7 @@ class MetricSpec(NamedTuple, Generic[S]):
         return cast("Metric", family)
 
 
-def _add_histogram(family: Any, labels: Iterable[str], value: LatencyStatistics | HistogramStatistics) -> None:
-    if isinstance(value, LatencyStatistics):
-        value = HistogramStatistics(BOUNDS_S, value.counts, value.seconds)
+def _add_histogram(family: Any, labels: Iterable[str], value: HistogramStatistics) -> None:
     bounds = [*(f"{bound:.10g}" for bound in value.bounds), "+Inf"]
     family.add_metric(labels, list(zip(bounds, itertools.accumulate(value.counts), strict=True)), value.total)
 

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
+from ..lazy import untrack
 from ..policies import EvictionPolicy
 from ..tournament import PASSED_MAX
 from .node import Node, may_leave_device, may_leave_host, may_lose_copy
@@ -40,6 +41,7 @@ class EvictionQueue:
         self.keeps: Callable[[Node], bool] | None = None
         # The entry's number breaks ties of the rank, so nodes are never compared.
         self._heap: list[tuple[Any, int, Node]] = []
+        untrack(self._heap)
         self._last_entry = 0
         self._stale = 0
 
@@ -48,17 +50,17 @@ class EvictionQueue:
         if self._entry_of(node):
             self.forget(node)
         if self._stale > max(_STALE_MIN, len(self._heap) // 2):
-            self._heap = [item for item in self._heap if self._entry_of(item[2]) == item[1]]
+            self._heap[:] = [item for item in self._heap if self._entry_of(item[2]) == item[1]]
             heapq.heapify(self._heap)
             self._stale = 0
         self._last_entry += 1
         setattr(node, self._entry, self._last_entry)
-        heapq.heappush(self._heap, (self._rank(node), self._last_entry, node))
+        heapq.heappush(self._heap, _item(self._rank(node), self._last_entry, node))
 
     def use_ranks(self, rank: Callable[[Node], Any]) -> None:
         """Order the candidates by another rank from now on."""
         self._rank, self._stale = rank, 0
-        self._heap = [(rank(node), entry, node) for _, entry, node in self._heap if self._entry_of(node) == entry]
+        self._heap[:] = [_item(rank(node), i, node) for _, i, node in self._heap if self._entry_of(node) == i]
         heapq.heapify(self._heap)
 
     def forget(self, node: Node) -> None:
@@ -79,10 +81,10 @@ class EvictionQueue:
                 continue
             leaves = may_leave(node)
             if leaves and (current := rank_of(node)) != rank:
-                heapq.heapreplace(heap, (current, entry, node))
+                heapq.heapreplace(heap, _item(current, entry, node))
                 continue
             if leaves and self.keeps is not None and passed < PASSED_MAX and self.keeps(node):
-                heapq.heapreplace(heap, (rank_of(node), entry, node))
+                heapq.heapreplace(heap, _item(rank_of(node), entry, node))
                 passed += 1
                 continue
             heapq.heappop(heap)
@@ -96,6 +98,12 @@ class EvictionQueue:
         return [node for _, entry, node in self._heap if self._entry_of(node) == entry]
 
 
+def _item(rank: Any, entry: int, node: Node) -> tuple[Any, int, Node]:
+    item = rank, entry, node
+    untrack(item)
+    return item
+
+
 class CopyStack:
     """The L2 copies of nodes that are also on L1, the newest on top. `copy_listed` of a node marks a valid entry.
 
@@ -104,12 +112,13 @@ class CopyStack:
 
     def __init__(self) -> None:
         self._stack: list[Node] = []
+        untrack(self._stack)
         self._listed = 0
 
     def push(self, node: Node) -> None:
         """Add a node. REQUIRES: it does not have a valid entry."""
         if len(self._stack) > 2 * self._listed + _STALE_MIN:
-            self._stack = self.nodes()
+            self._stack[:] = self.nodes()
         self._stack.append(node)
         node.copy_listed = True
         self._listed += 1

@@ -55,7 +55,6 @@ class TickTimes:
         place = bisect_right(self._times, time_s)
         return self._ticks[place - 1] if place else 0
 
-
     def time_of(self, tick: int) -> float:
         """Return the time of a tick, infinite while none is known."""
         place = bisect_right(self._ticks, tick)
@@ -84,12 +83,10 @@ class HintedOrder:
 
     def end(self, hint: NodeHint) -> None:
         """End a hint: its nodes have their usual ranks again."""
-        for last in hint.nodes:
-            node: Node | None = last
-            while node is not None and node.hint is hint:  # a split may have made more nodes above
+        for node in hint.nodes:  # others may speak for some of them by now
+            if node.hint is hint:
                 node.hint = None
                 self._queues.requeue(node)
-                node = node.parent
         hint.nodes.clear()
 
     def _device_rank(self, node: Node) -> Rank:

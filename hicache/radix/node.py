@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from weakref import ref
 
 from ..keys import PAGE_KEY_BYTES, PageChain
 from ..types import PageIds
@@ -86,6 +87,8 @@ class Node:
             key_cut = pages * PAGE_KEY_BYTES
             head.page_keys, self.page_keys = self.page_keys[:key_cut], self.page_keys[key_cut:]
         self.key = self.key[len(head.key) :]
+        if self.hint is not None:
+            self.hint.nodes.append(head)
         self.parent, self.block = head, None
 
     def __repr__(self) -> str:
@@ -100,7 +103,7 @@ class NodeHint:
 
     access: int
     made_s: float
-    owner: object
+    owner: ref[Any]  # weak, because sessions have pins, which refer to their tree
     value: float = 0.0
     return_s: float = math.inf
     trust: float = 0.0

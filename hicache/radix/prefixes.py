@@ -15,7 +15,27 @@ from ..arguments import instance
 from ..errors import InvalidInput, InvariantError
 from ..events.types import Medium
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, PageChain, RadixKey, common_pages, key_page_bytes, page_keys, split_keys
+from ..lazy import untrack
 from .node import NO_CHILDREN, Node, UseHistory
+
+
+class _Roots(dict[bytes, Node]):
+    """The roots of a tree, by seed. Their end breaks the cycles of parents and children. The collector does not visit
+    them, so they end with the tree, after all finalizers, which may need it."""
+
+    __slots__ = ()
+
+    def nodes(self) -> Iterator[Node]:
+        stack = list(self.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            if node.parent is not None:
+                yield node
+
+    def __del__(self) -> None:
+        for node in self.nodes() if untrack is not id else ():
+            node.parent = node.hint = None
 
 
 class PrefixTree:
@@ -28,6 +48,10 @@ class PrefixTree:
     `page_size` is in tokens or bigrams. `position_bytes` is the kind of the keys (see `RadixKey`), `page_bytes` the key
     bytes of one page. If the engine passes the page keys, a node's key and its page keys are the same bytes. An
     `observer` is notified of pages that a medium gains and loses.
+
+    With the native helper, the garbage collector visits neither the nodes nor the collections that hold many of them: a
+    full collection of a million nodes would stop the scheduler for half a second. So reference counts must free a node
+    that is removed, and a node must not refer to anything that refers to the tree. See `_Roots` for the others.
     """
 
     def __init__(
@@ -39,7 +63,7 @@ class PrefixTree:
         self.run_pages_max = run_pages_max
         self.observer = observer
         self.node_count = 0
-        self._roots: dict[bytes, Node] = {}
+        self._roots = _Roots()
         self.tick = 0  # of the last use
         self._next_id = 0
 
@@ -49,12 +73,7 @@ class PrefixTree:
 
     def nodes(self) -> Iterator[Node]:
         """Iterate over all nodes except for the roots, parents first."""
-        stack = self.roots()
-        while stack:
-            node = stack.pop()
-            stack.extend(node.children.values())
-            if node.parent is not None:
-                yield node
+        return self._roots.nodes()
 
     def pages(self, node: Node) -> int:
         """Return the number of pages of the node's run."""
@@ -198,6 +217,7 @@ class PrefixTree:
     def _new_node(self, parent: Node | None, key: bytes, priority: int = 0) -> Node:
         self._next_id += 1
         node = Node(self._next_id, parent, key, self.tick, self.tick, NO_CHILDREN, priority)
+        untrack(node)
         if parent is not None:
             self.node_count += 1
             if self.position_bytes == PAGE_KEY_BYTES:
@@ -207,6 +227,7 @@ class PrefixTree:
     def _add_child(self, parent: Node, key: bytes, priority: int = 0) -> Node:
         if parent.parent is None and parent.page_keys is not None:
             self._roots[parent.page_keys] = parent
+            untrack(self._roots)
         node = self._new_node(parent, key, priority)
         self._file(parent, node)
         return node
@@ -229,6 +250,7 @@ class PrefixTree:
             parent.children = {}
         parent.children[child.key[: self.page_bytes]] = child
         parent.recent_child = child
+        untrack(parent.children)  # after each entry, which makes a dictionary tracked
 
     def split(self, tail: Node, pages: int) -> Node:
         """Move the first `pages` pages of `tail` into a new node, the new parent of `tail`, and return that node.
@@ -263,6 +285,7 @@ class PrefixTree:
             parent.children = NO_CHILDREN
             if parent.parent is None and parent.page_keys is not None:
                 self._roots.pop(parent.page_keys, None)
+        node.hint = None
         self.node_count -= 1
         return parent
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from typing import NamedTuple
 
-from ..types import PageIds
+from ..types import PageIds, concat
 from .node import Node
 
 
@@ -14,9 +14,15 @@ class Match(NamedTuple):
 
     node: Node  # deepest matched node, a root if nothing matched
     device_node: Node  # deepest matched node on L1
-    device_pages: PageIds  # int32, the L1 pages; read-only
+    device_runs: list[PageIds]  # int32, the L1 pages of each node; read-only
+    device_count: int  # pages on L1
     host_hit_pages: int  # pages after them that are on L2 only
     pages: int  # all matched pages
+
+    @property
+    def device_pages(self) -> PageIds:
+        """The L1 pages as one read-only array. Each use joins the runs."""
+        return concat(self.device_runs)
 
 
 class Peek(NamedTuple):

@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from ..errors import InvariantError
 from ..events.types import Medium
 from ..keys import PAGE_KEY_BYTES, TOKEN_BYTES, PageChain
+from ..lazy import untrack
 from .node import Node
 from .prefixes import PrefixTree
 
@@ -102,6 +103,7 @@ class StoredPrefixes:
         node.stored, node.loss = True, ""
         if node.page_keys is not None:
             self._ends[node.page_keys[-PAGE_KEY_BYTES:]] = node
+            untrack(self._ends)
 
     def unmark(self, node: Node) -> None:
         """Mark `node` as not stored, if it was, and remove it from the index."""

@@ -36,8 +36,10 @@ from .prefixes import PrefixTree, TreeObserver
 from .results import Evicted, EvictionChoice, Inserted, Match, Peek
 from .stored import StoredPrefixes
 
-# A node of this size is still matched at memory speed; larger nodes would make single operations too large.
+# The pages of a node, or its tokens if these are more pages. Longer nodes would make single operations too large; with
+# shorter ones, a lookup would take longer for the nodes than for the bytes of the tokens.
 RUN_PAGES_MAX = 1024
+RUN_TOKENS = 4096
 
 # A victim at least twice as long as needed is split, so that one eviction does not drop a whole conversation. The
 # pieces have at least this many pages, because each piece is a node that every later match has to visit.
@@ -50,15 +52,16 @@ SPARED_MAX = 16
 class RadixTree(PrefixTree):
     """See the module's docstring.
 
-    `run_pages_max` bounds the size of a node, and so of every operation on it. A long prompt becomes a chain of nodes,
-    whose backups and loads fit into bounded queues one by one. `adaptive` decides which nodes an eviction passes over.
+    `run_pages_max` bounds the size of a node further. A long prompt becomes a chain of nodes, whose backups and loads
+    fit into bounded queues one by one. `adaptive` decides which nodes an eviction passes over.
     """
 
     def __init__(
-        self, page_size: int, policy: EvictionPolicy, *, run_pages_max: int = RUN_PAGES_MAX,
+        self, page_size: int, policy: EvictionPolicy, *, run_pages_max: int = RUN_TOKENS,
         position_bytes: int = TOKEN_BYTES, observer: TreeObserver | None = None,
         adaptive: AdaptiveEviction | None = None,
     ) -> None:
+        run_pages_max = min(run_pages_max, max(RUN_PAGES_MAX, RUN_TOKENS // page_size))
         super().__init__(page_size, position_bytes, run_pages_max, observer)
         self.stored = StoredPrefixes(self)
         self.seals_host = False  # True: pages that arrive from storage are sealed on L2, and those that are stored
@@ -103,9 +106,9 @@ class RadixTree(PrefixTree):
         path = self._use_path(key) if marks else self._walk(key, marks=False)
         # Prefix closure: the nodes on L1 are the first nodes of the path.
         device_runs = [node.device for node in path if node.device is not None]
-        device_node, device_pages = path[len(device_runs)], concat(device_runs)
         host_hit = sum(map(self.pages, path[len(device_runs) + 1 :]))
-        return Match(path[-1], device_node, device_pages, host_hit, len(device_pages) + host_hit)
+        count = sum(map(len, device_runs))
+        return Match(path[-1], path[len(device_runs)], device_runs, count, host_hit, count + host_hit)
 
     def peek(self, key: RadixKey) -> Peek:
         """Return what `match` would find. Does not mutate: no node is marked as used or split."""

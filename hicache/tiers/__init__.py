@@ -29,9 +29,7 @@ __all__ = [
 ]
 
 
-def create_copy_engine(
-    blocks: EngineBlocks, window: HostWindow, config: TransferConfig | None = None
-) -> CopyEngine:
+def create_copy_engine(blocks: EngineBlocks, window: HostWindow, config: TransferConfig | None = None) -> CopyEngine:
     """Return the copy engine for the device of `blocks`: CUDA streams, or threads on the CPU.
 
     `config` configures copies on a CUDA device. Raises InvalidInput if the layers of the blocks do not match the pieces

@@ -1,8 +1,7 @@
 """Free list of the pages of one pool, and the interface of one that an engine owns.
 
 Invariant: every page in `first .. first + capacity - 1` is in exactly one state: on the free stack; collected by an
-open free group; or used. Only used pages are marked `_USED`.
-Owned by the scheduler thread; no lock.
+open free group; or used. Only used pages are marked `_USED`. Owned by the scheduler thread; no lock.
 """
 
 from __future__ import annotations

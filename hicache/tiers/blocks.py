@@ -30,9 +30,7 @@ class EngineBlocks:
     Raises InvalidInput if they differ, or if a block is not one piece of memory in a region.
     """
 
-    def __init__(
-        self, layers: Sequence[Sequence[torch.Tensor]], *, first: int = 0, slots_per_block: int = 1
-    ) -> None:
+    def __init__(self, layers: Sequence[Sequence[torch.Tensor]], *, first: int = 0, slots_per_block: int = 1) -> None:
         slots = whole("blocks: slots_per_block", slots_per_block, 1)
         if not isinstance(layers, list | tuple) or not layers:
             raise InvalidInput("blocks: got an empty list of layers; pass a list of layers, each a list of regions")

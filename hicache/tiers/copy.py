@@ -55,8 +55,7 @@ class Transfer(ABC):
 
         With a CUDA stream, queues a wait on that stream; blocks at most until the copy of the layer is submitted.
         Without a stream, and always on the CPU, blocks until the layer has been copied. Raises TransferError if the
-        copy failed or is stuck: the blocks must then be recomputed. Raises InvalidInput if `layer` is not the number of
-        a layer.
+        copy failed or is stuck: the blocks must then be recomputed. Raises InvalidInput for a `layer` out of range.
         """
 
     @property
@@ -153,9 +152,7 @@ class CopyEngine(ABC):
         if not (hasattr(fence, "query") and hasattr(fence, "synchronize")):
             raise InvalidInput(f"fence: a {type(fence).__name__} has no query() and synchronize(); pass a Fence")
 
-    def _require_pairs(
-        self, blocks: PageIds, host_blocks: PageIds, after: Fence | None
-    ) -> tuple[Indices, Indices]:
+    def _require_pairs(self, blocks: PageIds, host_blocks: PageIds, after: Fence | None) -> tuple[Indices, Indices]:
         """Return copies of both lists for indexing, converted once for all layers. Raises as `backup` does."""
         if after is not None:
             self.require_fence(after)

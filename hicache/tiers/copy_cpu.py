@@ -46,9 +46,7 @@ class CpuTransfer(Transfer):
     error: TransferError | None = None
     seconds: float | None = None
 
-    def __init__(
-        self, thread: CopyThread, layers: int, copy_layer: Callable[[int], None], after: Fence | None
-    ) -> None:
+    def __init__(self, thread: CopyThread, layers: int, copy_layer: Callable[[int], None], after: Fence | None) -> None:
         self._thread = thread
         self._layers = layers
         self._copy_layer = copy_layer

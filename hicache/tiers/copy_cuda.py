@@ -54,8 +54,7 @@ class StreamTransfer(Transfer):
         self._host_blocks, self._blocks = host_blocks, blocks
         self._after = after
         self._layers = layers
-        # Written by the copy thread: all events in order, with whether each is timed; and the event of each submitted
-        # layer.
+        # Written by the copy thread: all events in order, and whether each is timed; the event of each submitted layer.
         self._events: list[tuple[Event, bool]] = []
         self._by_layer: list[Event] = []
         self._failure: TransferError | None = None

@@ -172,8 +172,7 @@ class DirectPath(CopyPath):
 
 class _Slot:
     """One slot of the ring: staging memory for rows, and their block ids in device and pinned memory. `filled` and
-    `emptied` are the events of its last use; they are None before the first use and after an error, when the device is
-    idle."""
+    `emptied` are the events of its last use; None before the first use and after an error, when the device is idle."""
 
     def __init__(self, runtime: DeviceRuntime, slot_bytes: int, rows_max: int) -> None:
         self.staging = runtime.device_memory(slot_bytes)

@@ -1,8 +1,7 @@
 """The copy thread of one direction: it submits copies, or makes them itself, in the order of submission.
 
 Locking design: the scheduler puts tasks into a queue, the thread takes them out. Fields that a task writes for its
-readers change under `condition`. All tasks of a thread share it, because one condition per task costs too much per
-step.
+readers change under `condition`. All tasks of a thread share it, because one per task costs too much per step.
 """
 
 from __future__ import annotations

@@ -162,8 +162,7 @@ class MLATokenToKVPool(KVPool):
         super().__init__(geometry, EngineBlocks([[kv] for kv in self.kv_buffer], first=1), pages)
 
     def get_kv_buffer(self, layer: int) -> torch.Tensor:
-        """Return the latents of one layer, `[pages + 1, page_size, 1, latent_dim]`. Waits and raises as `wait_layer`.
-        """
+        """Return the latents of one layer, `[pages + 1, page_size, 1, latent_dim]`. Waits like `wait_layer`."""
         self.wait_layer(layer)
         return self.kv_buffer[layer]
 

@@ -4,8 +4,7 @@ Locking design: the allocator belongs to the scheduler thread. The bytes of a pa
 tree, or the operation that has reserved it); no lock guards them.
 
 A page from `alloc` still has the header of the previous page in its frame. The first reader of the frame unseals it;
-that is a worker, because writes to cold memory for each page would slow down the scheduler. A lock makes this happen
-once.
+that is a worker, because writes to cold memory for each page would slow down the scheduler. It does so once, by a lock.
 """
 
 from __future__ import annotations

@@ -29,9 +29,7 @@ def frames_per_chunk(frame_bytes: int, chunk_bytes_max: int = CHUNK_BYTES_MAX) -
     return max(1, chunk_bytes_max // step) * step // frame_bytes
 
 
-def pin(
-    driver: CudaDriver, address: int, size_bytes: int, chunk_bytes: int, owner: object, mapping: object
-) -> None:
+def pin(driver: CudaDriver, address: int, size_bytes: int, chunk_bytes: int, owner: object, mapping: object) -> None:
     """Register memory chunk by chunk. It is unregistered when `owner` is collected, before `mapping` is unmapped.
 
     Raises CapacityError if the driver cannot pin a chunk; the earlier chunks are then unregistered.

@@ -21,32 +21,17 @@ from .host import HostPool
 
 
 class SharedHostPool(HostPool):
-    """Frames of host memory that several processes have mapped, each at a different address. See `open`.
+    """Frames of host memory that several processes have mapped, each at a different address.
 
     `identity` is equal in two processes if and only if they share the memory. Compare it before the first copy if a
     process may have been restarted, because the name is free again once all `processes` have opened the pool.
     """
 
-    def __init__(  # noqa: PLR0913 - what `open` has checked
-        self, name: str, processes: int, deadline: float, shape: PageShape | KVGeometry, pages: int | Callable[[], int],
-        *, pin: torch.device | None, node: int | None = None, role: Role, keep: bool = False,
-    ) -> None:
-        """Call `open` instead, which checks the arguments. `deadline` is on the monotonic clock."""
-        self.path = path_of(name)
-        self._name = name
-        self._processes = processes
-        self._deadline = deadline
-        self._role = role
-        self.keep = keep
-        self._count_pages = pages if callable(pages) else None
-        super().__init__(shape, 1 if callable(pages) else pages, pin=pin, node=node)
-
-    @classmethod
-    def open(  # noqa: PLR0913 - of the pool, and of its file
-        cls, name: str, shape: PageShape | KVGeometry, pages: int | Callable[[], int], *, processes: int | None = None,
+    def __init__(  # noqa: PLR0913 - of the pool, and of its file
+        self, name: str, shape: PageShape | KVGeometry, pages: int | Callable[[], int], *, processes: int | None = None,
         pin: torch.device | None = None, node: int | None = None, timeout_s: float, role: Role = Role.OWNER,
         keep: bool = False,
-    ) -> SharedHostPool:
+    ) -> None:
         """Open the pool `name`, or create it. Blocks until it is ready, at most `timeout_s` seconds; the process that
         creates the pool also waits while the kernel zeroes the memory.
 
@@ -63,10 +48,14 @@ class SharedHostPool(HostPool):
         pages than requested, if it is not ready in time, or if the path is a file that HiCache did not create or that
         other users may open; InvalidInput for arguments out of range.
         """
-        members = 0 if processes is None else whole("shared host pool: processes", processes, 1, PROCESSES_MAX)
-        deadline = time.monotonic() + number("shared host pool: timeout_s", timeout_s)
-        pages = pages if callable(pages) else whole("shared host pool: pages", pages, 1)
-        return cls(name, members, deadline, shape, pages, pin=pin, node=node, role=role, keep=keep)
+        self._processes = 0 if processes is None else whole("shared host pool: processes", processes, 1, PROCESSES_MAX)
+        self._deadline = time.monotonic() + number("shared host pool: timeout_s", timeout_s)
+        self.path, self._name = path_of(name), name
+        self._role, self.keep = role, keep
+        self._count_pages = pages if callable(pages) else None
+        super().__init__(
+            shape, 1 if callable(pages) else whole("shared host pool: pages", pages, 1), pin=pin, node=node
+        )
 
     @property
     def identity(self) -> tuple[int, int]:

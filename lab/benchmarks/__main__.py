@@ -17,15 +17,16 @@ from pathlib import Path
 
 from ._table import PAGE_VARIABLE, SMALLEST_VARIABLE, page_head, this_machine
 
-ALL = ("tree", "poll", "file_backend", "redis_backend", "s3_backend", "mooncake_backend", "levels", "daemon", "tags",
-       "guard", "outage", "copies", "events", "allocators", "break_even", "ranks")
+ALL = ("tree", "steps", "poll", "file_backend", "openings", "redis_backend", "s3_backend", "mooncake_backend", "levels",
+       "daemon", "tags", "guard", "outage", "copies", "events", "allocators", "break_even", "ranks", "gil")
+WITH_PEERS = ("tree", "file_backend", "redis_backend", "gil")
 
 
 def main() -> None:
     """Run each benchmark in a separate process, so that it does not inherit the memory of another."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("name", nargs="?", metavar="NAME", help="a single benchmark; further options are its own")
-    parser.add_argument("--peer", help="directory with SGLang's unpacked wheel, for the tree")
+    parser.add_argument("--peer", help="directory with the unpacked wheels of SGLang and LMCache")
     parser.add_argument("--write", type=Path, metavar="FILE", help="also write the tables of NAME to this page")
     parser.add_argument("--smallest", action="store_true", help="once, with the smallest sizes, to see that it runs")
     options, rest = parser.parse_known_args()
@@ -36,7 +37,7 @@ def main() -> None:
         options.write.write_text(page_head(options.name, this_machine()), encoding="utf-8")
         environ[PAGE_VARIABLE] = str(options.write.resolve())
     for name in ALL if options.name is None else (options.name,):
-        peer = ["--peer", options.peer] if options.peer and name in ("tree", options.name) else []
+        peer = ["--peer", options.peer] if options.peer and name in (*WITH_PEERS, options.name) else []
         subprocess.run([sys.executable, "-m", f"lab.benchmarks.{name}", *rest, *peer], env=environ, check=True)
 
 

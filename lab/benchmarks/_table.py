@@ -82,18 +82,25 @@ def rate_rows(
 ) -> list[Row]:
     """Return rows of reads and writes of `size_bytes` as rates, best and median; a ratio above 1 means ours is faster.
 
-    `times` are seconds by "read ours", "write ours", and the same for `other`.
+    `times` are seconds by "read ours", "write ours", and the same for `other`, or nothing if there is no `other`.
     """
     rows = []
     for verb in ("read", "write"):
         for kind, pick in (("best", min), ("median", statistics.median)):
-            ours, reference = pick(times[f"{verb} ours"]), pick(times[f"{verb} {other}"])
-            rows.append(Row(
-                f"{verb} {label}, {kind} of {len(times[f'{verb} ours'])}",
-                f"{size_bytes / ours / 1e9:.2f} GB/s", f"{size_bytes / reference / 1e9:.2f} GB/s",
-                reference / ours, goal,
-            ))
+            what = f"{verb} {label}, {kind} of {len(times[f'{verb} ours'])}"
+            ours = pick(times[f"{verb} ours"])
+            if f"{verb} {other}" not in times:
+                rows.append(Row(what, rate(size_bytes, ours), goal=goal))
+                continue
+            reference = pick(times[f"{verb} {other}"])
+            rows.append(Row(what, rate(size_bytes, ours), rate(size_bytes, reference), reference / ours, goal))
     return rows
+
+
+def rate(size_bytes: int, seconds: float) -> str:
+    """Return a rate as text, with one digit more below 1 GB/s, where that of small pages is."""
+    gb_s = size_bytes / seconds / 1e9
+    return f"{gb_s:.{2 if gb_s >= 1 else 3}f} GB/s"
 
 
 def print_table(title: str, rows: Iterable[Row], *, file: TextIO | None = None) -> None:

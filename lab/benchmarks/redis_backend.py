@@ -1,11 +1,15 @@
 """The Redis backend against a plain recv_into / sendall loop, and the cost of a lookup of 500 pages.
 
-    python -m lab.benchmarks.redis_backend [--seconds S] [--page-kib N ...] [--batch-mib N] [--tcp]
+    python -m lab.benchmarks.redis_backend [--seconds S] [--page-kib N ...] [--batch-mib N] [--only PLACE]
+        [--peer WHEELS]
 
-Starts its own Valkey server (extra `dev-servers`) on a Unix socket, or TCP, with the same number of connections for all
-sides. The plain loop knows the length of each value in advance and only moves bytes. Ours also looks pages up,
-pipelines, checks each length, and computes and checks the integrity tag. The third side is the `redis` package (GET and
-SET of single pages on as many threads), which copies. The sides take turns in one process. It prints best and median of
+Starts its own Valkey server (extra `dev-servers`), with the same number of connections for all sides. The first table
+is over a Unix socket. The second is over TCP, with small pages, and LMCache's client beside ours if it is installed or
+if WHEELS is the directory of its unpacked wheel (`_peers`); it has no other transport.
+
+The plain loop knows the length of each value in advance and only moves bytes. Ours also looks pages up, pipelines,
+checks each length, and computes and checks the integrity tag. The `redis` package (GET and SET of single pages on as
+many threads) copies. LMCache's client checks nothing. The sides take turns in one process. It prints best and median of
 the rounds; above 1 means that ours is faster.
 """
 
@@ -16,27 +20,26 @@ import mmap
 import os
 import socket
 import statistics
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-
-if __package__ in (None, ""):
-    sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 from hicache.backends.redis import RedisDriver
 from hicache.backends.store import UNGUARDED, Store
 from hicache.config.redis_storage import RedisStorageOptions
 from hicache.frame import HEADER_BYTES, FrameCodec, unseal
 from hicache_lab.devservers import ValkeyServer
+from lab.benchmarks._peers import LMCACHE, redis_peers
 from lab.benchmarks._table import Row, print_table, rate_rows, reduced, timed
+from lab.benchmarks.engines._sides import with_malloc
 
-# These settings keep freed memory: memory returned to the machine is touched again at only 0.5 GB/s.
-_MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
 _KIB = 1 << 10
 _MIB = 1 << 20
 _CONNECTIONS = 2
+_LARGE_KIB = (256, 2048, 8192)
+_PLACES = {"socket": _LARGE_KIB, "tcp": (4, 64, 256, 2048)}
+_PAGES_MAX = 512
 _ROUNDS_MAX = reduced(40, 2)
 _ROUNDS_MIN = 4
 _FOREVER_S = 600.0
@@ -82,10 +85,13 @@ class _Plain:
         self._socket.close()
 
 
-class _Bench:
+class RedisBench:
     """One page size: buffers, and the sides."""
 
-    def __init__(self, server: ValkeyServer, page_bytes: int, batch: int, tcp: bool) -> None:
+    def __init__(
+        self, server: ValkeyServer, page_bytes: int, batch: int, tcp: bool, *, connections: int = _CONNECTIONS,
+        wheels: str | None = None,
+    ) -> None:
         self.codec = FrameCodec(b"b" * 32, page_bytes - HEADER_BYTES)
         size = self.codec.frame_bytes
         self._map = mmap.mmap(-1, size * batch)
@@ -96,14 +102,17 @@ class _Bench:
         self.frames = [whole[i * size : (i + 1) * size] for i in range(batch)]
         self.keys = [i.to_bytes(4, "big") * 8 for i in range(batch)]
         self.names = [(_NAME % i).encode() for i in range(batch)]
-        _, options = (server.storage if tcp else server.unix_storage)(connections=_CONNECTIONS)
+        _, options = (server.storage if tcp else server.unix_storage)(connections=connections)
         self.backend = Store(RedisDriver(self.codec, RedisStorageOptions(**options)), self.codec, UNGUARDED)
         address = ("127.0.0.1", server.port) if tcp else str(server.unix_socket)
-        self._plain = [_Plain(address, size) for _ in range(_CONNECTIONS)]
+        self._plain = [_Plain(address, size) for _ in range(connections)]
         place: dict[str, Any] = {} if tcp else {"unix_socket_path": str(server.unix_socket)}
         self.client = server.client(socket_timeout=60.0, **place)
+        self.peers = redis_peers(wheels, server.port, self.frames, connections) if tcp else {}
 
     def close(self) -> None:
+        for peer in self.peers.values():
+            peer.close()
         self.backend.close()
         self.client.close()
         for connection in self._plain:
@@ -114,13 +123,13 @@ class _Bench:
         return self.codec.frame_bytes * len(self.frames)
 
     def _in_threads(self, work: Callable[[int, int], None]) -> None:
-        share = -(-len(self.frames) // _CONNECTIONS)
+        share = -(-len(self.frames) // len(self._plain))
 
         def loop(thread: int) -> None:
             for i in range(thread * share, min((thread + 1) * share, len(self.frames))):
                 work(thread, i)
 
-        helpers = [threading.Thread(target=loop, args=(n,)) for n in range(1, _CONNECTIONS)]
+        helpers = [threading.Thread(target=loop, args=(n,)) for n in range(1, len(self._plain))]
         for helper in helpers:
             helper.start()
         loop(0)
@@ -150,26 +159,31 @@ class _Bench:
 
         self._in_threads(read)
 
+    def sides(self) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+        """Return a write and a read of each side."""
+        return {
+            "ours": (self.our_write, self.our_read),
+            "plain": (self.plain_write, self.plain_read),
+            **{who: (peer.write, peer.read) for who, peer in self.peers.items()},
+        }
+
     def clear(self) -> None:
         self.client.flushdb()
         for frame in self.frames:
             unseal(frame)
 
 
-def _measure(bench: _Bench, seconds: float) -> dict[str, list[float]]:
+def _measure(bench: RedisBench, seconds: float) -> dict[str, list[float]]:
     """Return the seconds per batch of each side and direction, in turns."""
-    sides = {
-        "ours": (bench.our_write, bench.our_read),
-        "plain": (bench.plain_write, bench.plain_read),
-        "package": (bench.package_write, bench.package_read),
-    }
+    sides = bench.sides() | {"package": (bench.package_write, bench.package_read)}
     times: dict[str, list[float]] = {f"{verb} {side}": [] for side in sides for verb in ("write", "read")}
     end = time.monotonic() + seconds
     for number in range(_ROUNDS_MAX):
         if number > _ROUNDS_MIN and time.monotonic() >= end:
             break
         # The order changes: each side finds the server's memory as the previous one left it.
-        for side in (*list(sides)[number % 3 :], *list(sides)[: number % 3]):
+        first = number % len(sides)
+        for side in (*list(sides)[first:], *list(sides)[:first]):
             bench.clear()
             write, read = sides[side]
             times[f"write {side}"].append(timed(write))
@@ -179,7 +193,7 @@ def _measure(bench: _Bench, seconds: float) -> dict[str, list[float]]:
 
 def _lookup_row(server: ValkeyServer, tcp: bool) -> Row:
     """Return the row of a lookup of pages that are all stored, the slowest case."""
-    bench = _Bench(server, 4096, _LOOKUP_KEYS, tcp)
+    bench = RedisBench(server, 4096, _LOOKUP_KEYS, tcp)
     try:
         bench.clear()
         bench.our_write()
@@ -197,17 +211,19 @@ def _lookup_row(server: ValkeyServer, tcp: bool) -> Row:
 
 
 def run(
-    *, page_kib: Sequence[int] = (256, 2048, 8192), batch_mib: int = 128, seconds: float = 12.0, tcp: bool = False
+    *, page_kib: Sequence[int] = _LARGE_KIB, batch_mib: int = 128, seconds: float = 12.0, tcp: bool = False,
+    wheels: str | None = None,
 ) -> list[Row]:
-    """Measure on a new server; about `seconds` per page size."""
+    """Measure on a new server; about `seconds` per page size. `wheels` is the directory of LMCache's unpacked wheel."""
     rows: list[Row] = []
+    others = (("plain", 0.85), ("package", None), *(((LMCACHE, 1.0),) if tcp else ()))
     with ValkeyServer() as server:
         for kib in page_kib:
-            batch = max(2 * _CONNECTIONS, batch_mib * _KIB // kib)
-            bench = _Bench(server, kib * _KIB, batch, tcp)
+            batch = max(2 * _CONNECTIONS, min(_PAGES_MAX, batch_mib * _KIB // kib))
+            bench = RedisBench(server, kib * _KIB, batch, tcp, wheels=wheels)
             try:
                 times = _measure(bench, seconds)
-                for other, goal in (("plain", 0.85), ("package", None)):
+                for other, goal in others:
                     rows += rate_rows(f"{batch} x {kib} KiB, {other}", bench.bytes, times, goal, other=other)
             finally:
                 bench.close()
@@ -217,16 +233,20 @@ def run(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Redis backend against a plain loop")
-    parser.add_argument("--seconds", type=float, default=12.0, help="per page size; there are three")
-    parser.add_argument("--page-kib", type=int, nargs="+", default=[256, 2048, 8192][: reduced(3)])
+    parser.add_argument("--seconds", type=float, default=8.0, help="per page size; there are seven")
+    parser.add_argument("--page-kib", type=int, nargs="+", help="pages of both tables")
     parser.add_argument("--batch-mib", type=int, default=128)
-    parser.add_argument("--tcp", action="store_true", help="over TCP instead of a Unix socket")
+    parser.add_argument("--only", choices=list(_PLACES), help="one of the two tables")
+    parser.add_argument("--peer", help="directory with LMCache's unpacked wheel, for the table over TCP")
     options = parser.parse_args()
-    if any(os.environ.get(name) != value for name, value in _MALLOC.items()):
-        os.execve(sys.executable, [sys.executable, os.path.abspath(__file__), *sys.argv[1:]], {**os.environ, **_MALLOC})
-    rows = run(page_kib=options.page_kib, batch_mib=options.batch_mib, seconds=options.seconds, tcp=options.tcp)
-    place = "TCP" if options.tcp else "a Unix socket"
-    print_table(f"Redis backend against a plain loop and the redis package, {_CONNECTIONS} connections, {place}", rows)
+    with_malloc("lab.benchmarks.redis_backend")
+    for place in [options.only] if options.only else _PLACES:
+        rows = run(
+            page_kib=(options.page_kib or _PLACES[place])[: reduced(4)], batch_mib=options.batch_mib,
+            seconds=options.seconds, tcp=place == "tcp", wheels=options.peer,
+        )
+        words = "TCP" if place == "tcp" else "a Unix socket"
+        print_table(f"Redis backend against other clients, {_CONNECTIONS} connections, {words}", rows)
 
 
 if __name__ == "__main__":

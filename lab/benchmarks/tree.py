@@ -33,6 +33,7 @@ from ._table import Row, Sides, alternate, print_table, reduced, row
 PAGE_SIZES = (16, 64)
 PROMPT = 32_768
 TREE_PAGES = reduced(100_000, 2_000)
+LONG_PROMPT = reduced(1 << 20, 1 << 13)  # with pages of one token
 DEEP = 48  # nodes of the deep prompt
 LEAVES = (1_000, 10_000, 100_000)[: reduced(3)]
 EVENT_BYTES = 32 << 20
@@ -153,6 +154,17 @@ def tree_rows(bindings: Any, page_size: int) -> Iterator[Row]:
     yield row("insert of new tokens", [[run[side][0] for run in inserts] for side in range(len(inserts[0]))])
 
 
+def token_rows(bindings: Any) -> Iterator[Row]:
+    """Yield rows of a prompt of a million tokens in pages of one token."""
+    pair, prompt = Pair(bindings, 1), tokens(LONG_PROMPT, 7)
+    pair.insert(prompt)
+    yield row("match", alternate(100, pair.matches(prompt)))
+    yield row("match and hand over slots", alternate(50, pair.matches_with_slots(prompt)))
+    yield row("insert of cached tokens", alternate(50, pair.inserts(prompt)))
+    inserts = [alternate(1, pair.inserts(tokens(LONG_PROMPT, 6000 + seed))) for seed in range(reduced(20))]
+    yield row("insert of new tokens", [[run[side][0] for run in inserts] for side in range(len(inserts[0]))])
+
+
 def eviction_row(bindings: Any, page_size: int, leaves: int, policy: str = "lru", *, events: bool = False) -> Row:
     """Return the row of evicting 64 pages among many leaves of one page each."""
     pair = Pair(bindings, page_size, policy, events=events)
@@ -199,7 +211,8 @@ def run(peer: Path | None = None) -> Iterator[tuple[str, list[Row]]]:
         rows = list(tree_rows(bindings, page_size))
         rows += [eviction_row(bindings, page_size, leaves) for leaves in LEAVES]
         yield f"32k cached tokens, page size {page_size}", rows
-    others = [policy for policy in POLICIES if policy != "lru"]
+    yield "a million cached tokens, page size 1", list(token_rows(bindings))
+    others = [policy for policy in POLICIES if policy not in ("lru", "adaptive")]  # which has the order of lru
     rows = [eviction_row(bindings, 64, 10_000, policy) for policy in others]
     rows += [eviction_row(bindings, page_size, 10_000, events=True) for page_size in PAGE_SIZES]
     yield "other policies at page size 64, and KV events at 16 and 64", rows

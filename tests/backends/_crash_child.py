@@ -88,6 +88,14 @@ def scenario(name: str, root: Path, killer: _Killer, form: str, acknowledge: Any
             index._run("PRAGMA cache_size = 1")
             index.touch(NAMESPACE, {key: MARK_US for key in make_keys(HALF_PAGES, "half")})
             os.kill(os.getpid(), signal.SIGKILL)
+    elif name == "singles":  # with the native helper, until killed
+        store = open_file(root, FORMS[form])
+        keys = make_keys(4000, "single")
+        for number, (key, frame) in enumerate(zip(keys, full_frames(store.backend.codec, keys), strict=True)):
+            parent = keys[number - 1] if number else None
+            (outcome,) = store.backend.batch_set([key], [frame], parent=parent, deadline=soon())
+            assert outcome == STORED
+            acknowledge("single", number + 1)
     else:  # continue until killed
         store = _open(root, killer, form, capacity=CAPACITY_PAGES * PAGE)
         turn = 0

@@ -166,11 +166,12 @@ def changed(found: os.stat_result, *, size: int | None = None, ctime_ns: int | N
 
 
 def reserved_bytes(root: Path) -> int:
-    """Return the bytes that the index reserves for pages being written."""
+    """Return the bytes that the index reserves for pages being written, without the rooms of openings."""
     (path,) = root.glob("index-*.sqlite")
     db = sqlite3.connect(path)
+    query = "SELECT coalesce(sum(size), 0) FROM pages WHERE writer != '' AND writer NOT LIKE '%.0'"
     try:
-        return int(db.execute("SELECT reserved FROM totals").fetchone()[0])
+        return int(db.execute(query).fetchone()[0])
     finally:
         db.close()
 

@@ -110,7 +110,8 @@ def test_after_a_kill_names_are_compared_and_only_other_files_are_looked_at(clos
         check(survivor, closed)
 
 
-@pytest.mark.parametrize("how", ["a restart of the machine", "a copy", "a changed index", "nothing known"])
+@pytest.mark.parametrize("how", ["a restart of the machine", "a copy", "a changed index", "nothing known",
+                                 "an unknown boot"])
 def test_all_files_are_looked_at_after(closed: Path, how: str) -> None:
     if how == "a restart of the machine":
         killed(closed)
@@ -121,10 +122,12 @@ def test_all_files_are_looked_at_after(closed: Path, how: str) -> None:
         closed = copy
     elif how == "a changed index":
         os.utime(next(closed.glob("index-*.sqlite")))
+    elif how == "an unknown boot":
+        (closed / "checked").unlink()
     else:
         (closed / "checked").write_bytes(b"\xff nonsense\n\n" * 100)
     page_path(closed, CODEC, KEYS[0]).write_bytes(b"torn")
-    system = Counting(boot="another" if how == "a restart of the machine" else None)
+    system = Counting(boot={"a restart of the machine": "another", "an unknown boot": "-"}.get(how))
     opened(closed, system)
     assert system.looked == len(KEYS)
 

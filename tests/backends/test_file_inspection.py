@@ -73,7 +73,7 @@ def test_without_room_a_whole_page_is_rejected(tmp_path: Path) -> None:
 
 def test_a_page_larger_than_the_capacity_evicts_nothing(tmp_path: Path) -> None:
     root = tmp_path / "store"
-    store = open_file(root)
+    store = open_file(root, capacity=6 * PAGE)
     store_chain(store, KEYS)
     raw = open_stored(path=root, capacity=6 * PAGE)
     large = make_keys(1, "of a larger model")[0]

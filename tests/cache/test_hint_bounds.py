@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -295,3 +297,19 @@ def test_the_records_of_few_sources_are_kept_the_last_ones() -> None:
     assert list(world.cache._hints._records)[-1] == "199"
     assert len(world.cache._hints._records) == hicache.cache.hints.SOURCES_MAX
     assert len(world.cache._hints._timers) == 1
+
+
+def test_a_cache_with_hints_is_collected_with_its_tree() -> None:
+    world, key = World(config=CONFIG), prompt(1)
+    for kind, entries in (("kv.retain", {"ttl_s": 1e3, "value": 1}), ("kv.pin", {"ttl_s": 1e3})):
+        send(world.cache, kind, "r", session_id="s", **entries)
+        world.serve("r", key)
+    world.settle()
+    assert any(node.hint is not None for node in world.cache.tree.nodes()) and world.cache.tree.pinned_pages
+    cache, tree = weakref.ref(world.cache), weakref.ref(world.cache.tree)
+    nodes = [weakref.ref(node.device) for node in world.cache.tree.nodes()]
+    world.controller.close(1.0)
+    world.leave()
+    del world
+    gc.collect()
+    assert cache() is None and tree() is None and not any(ids() is not None for ids in nodes)

@@ -31,7 +31,7 @@ def test_released_pins_do_not_use_memory() -> None:
         pin = world.cache.pin(prompt(1), ttl_s=3600)
         assert pin is not None
         pin.release()
-    assert len(world.cache._pins._expiry) < 200
+    assert len(world.cache._pins._timers._heap) < 200
 
 
 def test_repeated_attempts_during_a_write_back_do_not_evict_more() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hicache.backends.base import BackendStatistics, Direction, GetOutcome, SetOutcome, Usage
-from hicache.backends.guard import BOUNDS_S, GuardStatistics, LatencyStatistics, Override, Verb
+from hicache.backends.guard import GuardStatistics, Override, Verb
 from hicache.backends.guard.breaker import BreakerState, BreakerStatistics
 from hicache.backends.storage import StoreStatistics
 from hicache.daemon.statistics import (
@@ -18,14 +18,16 @@ from hicache.daemon.statistics import (
     PoolStatistics,
     SharingStatistics,
 )
+from hicache.histogram import BOUNDS_S, HistogramStatistics
 
 MIB = 1 << 20
 DIGEST = "5e" * 32
 
 
-def latency(*counts: int) -> LatencyStatistics:
+def latency(*counts: int) -> HistogramStatistics:
     """Return latencies with these numbers of calls in the first buckets."""
-    return LatencyStatistics((*counts, *(0 for _ in range(len(BOUNDS_S) + 1 - len(counts)))), sum(counts) * 0.001)
+    all_counts = (*counts, *(0 for _ in range(len(BOUNDS_S) + 1 - len(counts))))
+    return HistogramStatistics(BOUNDS_S, all_counts, sum(counts) * 0.001)
 
 
 def breaker(

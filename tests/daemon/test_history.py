@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from hicache.backends.base import Direction, SetOutcome
-from hicache.backends.guard import BOUNDS_S
 from hicache.backends.guard.breaker import BreakerState
 from hicache.clock import Clock
 from hicache.daemon.history import FAULT_GAP_S, FAULTS_MAX, KEPT_S, SAMPLES_MAX, Fault, FaultKind, History, Sample
 from hicache.daemon.statistics import SharingStatistics, status_json
 from hicache.ghosts import Reason
+from hicache.histogram import BOUNDS_S
 from tests.daemon.snapshots import DIGEST, backend, breaker, guard, latency, namespace, node, store
 
 

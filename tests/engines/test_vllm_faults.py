@@ -110,6 +110,27 @@ def test_failed_loads_are_computed_and_later_loads_work(vllm: EngineProcess) -> 
     assert cached_of(vllm, asked) == [IN_PAGES] * 4
 
 
+def test_a_hit_in_host_memory_takes_two_steps(vllm: EngineProcess) -> None:
+    """One loads the pages and waits for them, the next one computes. The control does not wait for a load that is
+    held."""
+    asked = prompts("two steps", 1)
+    save(vllm, asked)
+    (before,) = vllm.call("workers", method="hicache_wait_for_loads", seconds=60.0)
+    try:
+        names = vllm.call("add", prompts=asked, tokens=1)
+        (found,) = vllm.call("run", names=names, steps_max=2)
+        assert found["cached"] == IN_PAGES and vllm.call("reset")
+        vllm.call("workers", method="hicache_wait_for_loads", seconds=0.0)
+        vllm.call("workers", method="hicache_hold_loads")
+        names = vllm.call("add", prompts=asked, tokens=1)
+        assert vllm.call("run", names=names, steps_max=2) == [None]
+        vllm.call("workers", method="hicache_release_loads")
+        (found,) = vllm.call("run", names=names)
+        assert found["cached"] == IN_PAGES
+    finally:
+        vllm.call("workers", method="hicache_wait_for_loads", seconds=before)
+
+
 def test_a_request_aborted_during_its_load_leaves_nothing(vllm: EngineProcess) -> None:
     asked = prompts("aborted", 2)
     expected = reference(vllm, asked)

@@ -10,6 +10,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
 from hicache.errors import TransferError
+from hicache.integrations.vllm import worker
 from hicache.tiers import FailedTransfer
 
 
@@ -49,6 +50,11 @@ class Hooks:
 
         copies.released = released
         copies.load = lambda source, target, after=None: load(source, target, after=Held())
+
+    def hicache_wait_for_loads(self, seconds: float) -> float:
+        """Set how long an idle step waits for a load. Return the previous value."""
+        before, worker._IDLE_WAIT_S = worker._IDLE_WAIT_S, seconds
+        return before
 
     def hicache_release_loads(self) -> None:
         copies = _side()._copies

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from hicache.integrations.vllm import worker
 from hicache.integrations.vllm.forwards import Forward
-from hicache.integrations.vllm.jobs import Report
+from hicache.integrations.vllm.jobs import Report, Step
 from hicache.integrations.vllm.scheduler import SchedulerSide
 from tests.spans import HEADERS, TRACE_ID, Spans, trace_of
-from tests.waiting import wait_for
+from tests.waiting import WAIT_S, wait_for
 
 from .vllm_driver import Engine, engine_on
-from .vllm_parts import BLOCK, Request, ShiftedClock, Worker
+from .vllm_parts import BLOCK, Request, Scheduled, ShiftedClock, Worker
 
 NAME = f"vllm-test-{os.getpid()}"
 PROMPT = list(range(100, 122))  # five blocks and two tokens
@@ -229,6 +231,62 @@ def test_equal_prompts_wait_for_the_load_of_the_first(tmp_path: Path) -> None:
         engine.release("load")
         engine.run(*both)
         assert [one.matched for one in both] == [20, 0]
+
+
+def test_a_step_that_computes_nothing_waits_for_its_load(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "_IDLE_WAIT_S", WAIT_S)
+    gates = engine.workers[0].gates["load"]
+    engine.serve(PROMPT)
+    engine.forget_device()
+    engine.hold("load")
+    request = engine.add(engine.request(PROMPT))
+
+    def release() -> None:
+        wait_for(lambda: bool(gates))
+        engine.release("load")
+
+    thread = threading.Thread(target=release)
+    thread.start()
+    engine.step()
+    thread.join()
+    assert request.request_id in engine.received
+
+
+def test_only_steps_that_compute_nothing_are_idle_and_none_of_an_engine_in_lockstep(engine: Engine) -> None:
+    orders: list[Step] = []
+
+    def scheduled(tokens: Mapping[str, int]) -> bool:
+        orders.append(engine.scheduler.build_step(Scheduled(tokens, None, [], Step()), lambda _: None))
+        return orders[-1].idle
+
+    assert scheduled({}) and not scheduled({"a request": 1})
+    engine.scheduler._in_lockstep = True
+    assert not scheduled({})
+
+
+class CountsRests(ShiftedClock):
+    """Counts the rests of the scheduler."""
+
+    rests = 0
+
+    def sleep(self, seconds: float) -> None:
+        self.rests += 1
+
+
+def test_a_step_rests_only_while_requests_wait_and_it_loads_nothing(tmp_path: Path) -> None:
+    clock = CountsRests()
+    with engine_on(tmp_path, NAME, clock=clock) as engine:
+        engine.step()
+        engine.serve(PROMPT)
+        engine.forget_device()
+        clock.rests = 0
+        engine.hold("load")
+        engine.add(engine.request(PROMPT))
+        engine.step()
+        assert clock.rests == 0  # loads
+        engine.step()
+        assert clock.rests == 1
+        engine.release("load")
 
 
 def test_a_request_aborted_during_its_load_keeps_its_blocks_until_the_load_ends(engine: Engine) -> None:

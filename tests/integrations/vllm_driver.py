@@ -46,7 +46,7 @@ class Engine:
         self.drafts, self.caching = form.drafts, form.caching
         page = BLOCK * form.page_blocks
         self.layout = BlockLayout(BLOCK, page, (BLOCK * REGIONS * SLOT,) * LAYERS, form.ranks, form.replicas)
-        self.pool = SharedHostPool.open(name, self.layout.shape, form.pages, processes=1, timeout_s=WAIT_S)
+        self.pool = SharedHostPool(name, self.layout.shape, form.pages, processes=1, timeout_s=WAIT_S)
         options = {"path": str(folder), "capacity": "16MiB", "free_space_floor": 0, "max_age": form.max_age}
         storage = {"type": "file", "options": options}
         config = HiCacheConfig.model_validate({

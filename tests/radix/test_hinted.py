@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -56,7 +57,7 @@ class Hinted:
     def hint(self, *pages: int, **entries: Any) -> NodeHint:
         """Let a hint speak for the nodes of a prompt."""
         match = self.tree.match(key(*pages), marks=False)
-        told = NodeHint(self.tree.tick, self.clock(), "owner", **entries)
+        told = NodeHint(self.tree.tick, self.clock(), ref(self.tree), **entries)
         path, node = [], match.node
         while node.parent is not None:
             path.append(node)
@@ -193,7 +194,7 @@ def test_the_rank_of_a_waiting_session_only_rises_while_its_hint_speaks(
     for number, pause_s in enumerate(requests, 1):
         hinted.clock.advance(pause_s)
         hinted.serve(number)
-    told = NodeHint(hinted.tree.tick, hinted.clock(), "owner", return_s=hinted.clock() + return_s, trust=trust)
+    told = NodeHint(hinted.tree.tick, hinted.clock(), ref(hinted.tree), return_s=hinted.clock() + return_s, trust=trust)
     hinted.order.give(told, [node])
     ranks = [hinted.order._device_rank(node)]
     for step_s in steps:

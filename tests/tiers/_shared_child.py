@@ -25,7 +25,7 @@ _POOLS: dict[str, SharedHostPool] = {}
 
 def open_pool(name: str, pages: int, processes: int | None, timeout_s: float) -> list[int]:
     """Open a pool and keep it. Return its identity."""
-    pool = SharedHostPool.open(name, GEOMETRY, pages, processes=processes, timeout_s=timeout_s)
+    pool = SharedHostPool(name, GEOMETRY, pages, processes=processes, timeout_s=timeout_s)
     _POOLS[name] = pool
     return list(pool.identity)
 

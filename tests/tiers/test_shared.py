@@ -95,7 +95,7 @@ def open_here(
     name: str, pages: int | Callable[[], int] = 8, processes: int | None = 2, timeout_s: float = WAIT_S, **options: Any
 ) -> SharedHostPool:
     shape = options.pop("shape", GEOMETRY)
-    return SharedHostPool.open(name, shape, pages, processes=processes, timeout_s=timeout_s, **options)
+    return SharedHostPool(name, shape, pages, processes=processes, timeout_s=timeout_s, **options)
 
 
 def test_a_process_reads_the_bytes_that_another_writes(name: str, children: list[Child]) -> None:

@@ -127,7 +127,7 @@ class Worker:
         shape = task.shape
         self._pipe = pipe
         self._model = RankModel(shape, task.rank, task.ranks, task.blocks)
-        self._host = SharedHostPool.open(
+        self._host = SharedHostPool(
             task.pool, page_of(shape, task.ranks), task.pool_pages, processes=task.pool_processes,
             timeout_s=_OPEN_TIMEOUT_S,
         )

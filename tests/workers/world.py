@@ -112,7 +112,7 @@ def started(
     workers = Workers(tasks)
     with ExitStack() as undo:
         undo.callback(workers.kill)
-        host = SharedHostPool.open(name, page, host_pages, processes=processes, timeout_s=_WAIT_S)
+        host = SharedHostPool(name, page, host_pages, processes=processes, timeout_s=_WAIT_S)
         undo.callback(host.unlink)
         ready = workers.wait_ready()
         assert all(each.identity == host.identity for each in ready)

@@ -9,8 +9,7 @@ part is not promoted.
 
 Locking design: one condition guards all fields. It is held for a few instructions, never during a copy of bytes or a
 backend call. `lacks`, which stores call under their own locks, reads a set and a dict without it. Any thread submits;
-one thread of a SupervisedPool writes. Lock order: the condition, then the lock of the pool; the pool calls back without
-its lock.
+one thread of a SupervisedPool writes. Lock order: the condition, then that of the pool, which calls back without it.
 """
 
 from __future__ import annotations
@@ -179,8 +178,7 @@ class Copier:
                 del self._uncopied[next(iter(self._uncopied))]
 
     def lacks(self, key: bytes) -> bool:
-        """Return True if the copy of a stored page waits, was dropped or has failed, as far as is known. Does not
-        block."""
+        """Return True if the copy of a stored page waits, was dropped or has failed, as far as known. Never blocks."""
         return key in self._keys or key in self._uncopied
 
     def _count(self, **pages: int) -> None:
@@ -234,8 +232,7 @@ class Copier:
     # The end
 
     def stop(self, stop_at: float) -> None:
-        """Accept no more pages, and write waiting ones only until `stop_at`. Does not block. Call it before
-        `close`."""
+        """Accept no more pages, and write waiting ones only until `stop_at`. Does not block. Call it before `close`."""
         with self._state:
             self._stop_at = stop_at
 

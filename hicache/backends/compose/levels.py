@@ -130,8 +130,7 @@ class Levels(Composed):
     def _set(
         self, call: Call, keys: Sequence[bytes], pages: Sequence[PageBuffer], parent: bytes | None
     ) -> list[SetOutcome]:
-        """See Verbs. The outcome is STORED if the call wrote the page to at least one level, and no level reported
-        it PRESENT."""
+        """See Verbs. The outcome is STORED if a level has stored the page, and none reported it PRESENT."""
         outcomes = self._parts[0].batch_set(keys, pages, parent=parent, deadline=call.deadline, errors=call.report)
         parents = parents_of(keys, parent)
         stored_on = [0] * len(keys)
@@ -225,8 +224,7 @@ def interleaved_prefix(count: int, looks: Sequence[Callable[[int], int]]) -> int
 
 
 def _any_has(levels: Sequence[Storage], keys: Sequence[bytes], call: Call) -> list[bool]:
-    """Return for each key whether any of `levels` has it. Looks in each level only for the keys that no earlier level
-    has."""
+    """Return for each key whether any of `levels` has it. Looks in each level only for keys that no earlier one has."""
     found = [False] * len(keys)
     for level in levels:
         missing = [position for position, there in enumerate(found) if not there]

@@ -31,7 +31,7 @@ import xxhash
 
 from ... import tracing
 from ...errors import InvalidInput
-from ...frame import Damage, FrameCodec, FrameHeader, PageBuffer, TagStream, header_of
+from ...frame import FrameCodec, FrameHeader, PageBuffer, header_of
 from ...supervised import SupervisedPool
 from ..base import GetOutcome, SetOutcome, Usage
 from ..calls import Call, parent_outside, parents_of
@@ -105,19 +105,14 @@ class ShardCodec(FrameCodec):
         self._codec = codec
         self.parents = _Latest[bytes | None](PARENTS_MAX)
 
-    def seal_buffers(self, key: bytes, page: PageBuffer, *, parent: bytes | None = None) -> list[memoryview]:
+    def parent_of(self, key: bytes, page: PageBuffer, parent: bytes | None) -> bytes | None:
         """See FrameCodec. For a page not stored through the set: a copy keeps the parent in its header; a new page,
         such as a probe's, gets `parent`."""
         before = self.parents.get(key, b"")
         if before == b"":
             header = FrameHeader.parse(header_of(page))
             before = parent if header is None or header.page_key != key else parent_in(header)
-        return self._codec.seal_buffers(key, page, parent=before)
-
-    def accept(
-        self, key: bytes, page: PageBuffer, stored_bytes: int, arrived: TagStream | None = None
-    ) -> Damage | None:
-        return self._codec.accept(key, page, stored_bytes, arrived)
+        return self._codec.parent_of(key, page, before)
 
 
 class Shards(Composed):
@@ -141,8 +136,7 @@ class Shards(Composed):
         self._pool = SupervisedPool[Any]("shard", 2 * (len(parts) - 1))
 
     def _on_parts(self, keys: Sequence[bytes], work: Callable[[int, list[int], list[bytes]], None]) -> None:
-        """Call `work(part, positions, its keys)` in parallel for each part that has any of `keys`; return when all have
-        ended."""
+        """Call `work(part, positions, its keys)` in parallel for each part with any of `keys`, until all have ended."""
         shares = list(self.placement.positions(keys).items())
 
         def share(number: int) -> None:

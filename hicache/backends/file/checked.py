@@ -35,14 +35,15 @@ _BYTES_MAX = 64 << 20
 
 class Trusted(NamedTuple):
     """What an opening need not check. `check` is SQLite's pragma that verifies the index, empty for none. `folders` are
-    the page directories to compare with it; None for all: then, unless the index is verified in full, a directory whose
-    names are those in the index counts as unchanged."""
+    the page directories to compare with it, see `folders_of`; None for all."""
 
     check: str
-    folders: Collection[str] | None
+    folders: Collection[tuple[bytes, bytes]] | None
 
 
 NOTHING = Trusted("integrity_check", None)
+# After a kill: rows may be without files, but not the other way around, so the index counts enough.
+NAMES = Trusted("", None)
 
 
 def take_checked(system: System, root_fd: int, *, others: bool, dead: bool) -> Trusted:
@@ -58,14 +59,15 @@ def take_checked(system: System, root_fd: int, *, others: bool, dead: bool) -> T
         index = None
     if index is None:
         return NOTHING
-    if lines.get(_BOOT) == _boot_line(system, root_fd, index):
-        return Trusted("", ()) if others and not dead else Trusted("quick_check", None)
+    if (boot := _boot_line(system, root_fd, index)) is not None and lines.get(_BOOT) == boot:
+        return Trusted("", ()) if others and not dead else NAMES
     if others or dead or _BOOT in lines or index not in lines:
         return NOTHING
     changed = {name for name, _ in lines.items() ^ _stamps(system, root_fd, index).items()}
     if index in changed:
         return NOTHING
-    return Trusted("", sorted(name for name in changed if is_hex(name[:64], 64) and is_hex(name[65:], 2)))
+    fans = sorted(name for name in changed if is_hex(name[:64], 64) and is_hex(name[65:], 2))
+    return Trusted("", [(bytes.fromhex(name[:64]), bytes.fromhex(name[65:])) for name in fans])
 
 
 def note_verified(system: System, root_fd: int, index: str) -> None:

@@ -1,9 +1,10 @@
 """The file driver: one page per file, many processes on one directory, limits on bytes and on free space.
 
 The steps of a `write`: find out which pages exist (stat); reserve room for the others in one transaction, evicting
-as needed; write them to temporary files, with several threads; rename them in a second transaction. A `read` only
-accesses files; uses are recorded in memory and written to the index about once a second, so a kill may lose the recency
-of the last second. docs/formats/file_store.md specifies the format.
+as needed; write them to temporary files, with several threads; rename them in a second transaction. While the store has
+a `room`, it needs neither transaction. A `read` only accesses files; uses are recorded in memory and written to the
+index about once a second, so a kill may lose the recency of the last second. docs/formats/file_store.md specifies the
+format.
 
 Locking design: the threads of a SupervisedPool and the caller read and write pages, each page by one of them (see
 `PageReads`). `_state` guards `_uses`, `_errors` and `_adaptive` and is held for some microseconds per page;
@@ -39,7 +40,19 @@ from ..order import AdaptivePages
 from ..pages import PageReads, PageWrites
 from .index import Index, PageRow
 from .mounts import UNKNOWN, misplaced
-from .pages import Identity, NotThePage, PageFiles, error_name, page_name, remove_damaged, remove_page
+from .pages import (
+    DONE,
+    MISSING,
+    NOT_STARTED,
+    UNUSUAL,
+    Identity,
+    NotThePage,
+    PageFiles,
+    error_name,
+    page_name,
+    remove_damaged,
+    remove_page,
+)
 from .reconcile import rows_of, stored_pages
 from .store import FileStore, Removal, now_us
 from .system import System
@@ -59,6 +72,7 @@ _CLOSE_S = 5.0
 _NO_FILE = "no file"
 # How long to wait for a busy store in order to measure it.
 _MEASURE_WAIT_S = 0.25
+_EXISTS_PAGES_FIRST = 4
 _EXISTS_PAGES_PER_CLOCK = 64
 
 
@@ -69,7 +83,7 @@ class FileDriver:
     Pages are files of a size that fits `codec`. It is None for a tool, which writes and removes pages of any size: then
     the store must exist, and damaged files stay, so that the tool can count them.
 
-    The constructor scans the store, which blocks. It raises NotOurs and BackendUnavailable, and InvalidInput for a
+    The constructor opens the store, see `FileStore`. It raises NotOurs and BackendUnavailable, and InvalidInput for a
     capacity below one page. Open it after a fork and not before: neither its threads nor SQLite survive a fork. On a
     full or read-only disk it opens, reads and removes pages, and rejects new ones until its index can be written.
     `system` is for tests.
@@ -96,11 +110,11 @@ class FileDriver:
             options.path, create=codec is not None, keep_damaged=codec is None, system=system, clock=clock
         )
         self._files = PageFiles(
-            self._store.root_fd, (lambda length: True) if codec is None else codec.fits, system=self._store.system,
-            direct_io=options.direct_io, sync=options.sync,
+            self._store.root_fd, codec, system=self._store.system, direct_io=options.direct_io, sync=options.sync
         )
         # An exception on one of its threads fails one page, which `PageReads` and `PageWrites` count.
         self._pool = SupervisedPool[Any]("file", options.io_threads - 1, clock=clock)
+        self._store.room.present = lambda namespace, keys: self._files.lookup(namespace.hex(), keys)
         self._capacity = CapacityManager(self._store, options.capacity, options.free_space_floor, clock)
         self._listeners: dict[bytes, EvictionListener] = {}
         self._capacity.on_evicted = self._evicted
@@ -160,30 +174,45 @@ class FileDriver:
 
     def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> Iterator[Answer]:
         """See Driver. One stat per key; the index is not used."""
-        is_present = self._files.lookup(namespace.hex())
-        for position, key in enumerate(keys):
-            if not position % _EXISTS_PAGES_PER_CLOCK and self._clock() >= deadline:
+        start, count = 0, _EXISTS_PAGES_FIRST  # few at first: most lookups of a new prompt end at their first page
+        while start < len(keys):
+            if self._clock() >= deadline:
                 raise StoreError(ErrorKind.DEADLINE)
-            answer: Answer = False
-            try:
-                answer = is_present(key)
-            except OSError as error:
-                answer = error_name(error)
-            yield answer
+            yield from self._files.lookup(namespace.hex(), keys[start : start + count])
+            start, count = start + count, _EXISTS_PAGES_PER_CLOCK
 
     def read(self, pages: PageReads[Identity]) -> None:
         """See Driver. About once a second, takes the store's lock, if it is free within a moment, to write uses."""
         used: list[int] = []
         folder = pages.codec.namespace.hex()
+        shares = self._files.shares(range(len(pages)), self.options.io_threads)
 
-        def read_one(position: int) -> None:
-            if not pages.is_late and self._read(folder, pages, position):
-                used.append(position)
+        def read_share(number: int) -> None:
+            left = self._read_natively(pages, shares[number], used) if self._files.batches else shares[number]
+            used.extend(p for p in left if not pages.is_late and self._read(folder, pages, p))
 
-        self._pool.run(len(pages), read_one)
+        self._pool.run(len(shares), read_share)
         used.sort()
         parent = bytes(header_of(pages.pages[used[0]])[PARENT]) if used else None  # joins the batches of a request
         self._note_request(pages.codec.namespace, [pages.keys[position] for position in used], parent)
+
+    def _read_natively(
+        self, pages: PageReads[Identity], positions: Sequence[int], used: list[int]
+    ) -> Iterator[int]:
+        """Read and settle pages, add the hits to `used`, and yield those that only `_read` can settle."""
+        found = self._files.read_share(pages, positions, pages.deadline - self._clock())
+        for position, outcome in zip(positions, found, strict=True):
+            if isinstance(outcome, tuple):
+                if pages.accept(position, outcome[2], outcome):
+                    used.append(position)
+            elif outcome == MISSING:
+                pages.miss(position)
+            elif outcome == DONE and pages.accept_proven(position):
+                used.append(position)
+            elif outcome in (DONE, UNUSUAL):
+                yield position
+            elif outcome != NOT_STARTED:
+                pages.fail(position, error_name(OSError(outcome, "")))
 
     def _read(self, folder: str, pages: PageReads[Identity], position: int) -> bool:
         """Read and settle one page; return True for a hit."""
@@ -271,7 +300,7 @@ class FileDriver:
                 index.touch(namespace, some)
 
     def write(self, pages: PageWrites) -> None:
-        """See Driver. Two transactions per batch; pages become visible at its end, head first."""
+        """See Driver. Pages become visible at the end of the batch, head first."""
         self._compete(pages.codec.namespace, pages.keys, *pages.parents[:1])
         writes = FileWrites(self._store, self._files, self._capacity, self._pool, pages)
         used_us = now_us(self._clock)
@@ -345,6 +374,7 @@ class FileDriver:
     def close(self) -> None:
         """See Driver. Also writes the uses that wait in memory."""
         self._pool.close()
+        self._store.room.end()
         self._settled(self._clock() + _CLOSE_S, self._write_uses, None)
         self._store.close()
 

@@ -74,8 +74,22 @@ SELECT :namespace, :key, CASE WHEN :parent = :key OR (number > 0 AND NOT EXISTS 
             WHERE p.namespace = :namespace AND p.key = above.key)
         SELECT 1 FROM above WHERE +key = :key)) THEN NULL ELSE :parent END,
     :writer, :size, :last_use, number
-FROM (SELECT count(*) AS number FROM pages WHERE namespace = :namespace AND parent = :key)
+FROM (SELECT count(*) AS number FROM pages WHERE namespace = :namespace AND parent = :key) WHERE true
+ON CONFLICT(namespace, key, writer) DO NOTHING
 """
+# All pages of a batch in one statement, 32 bytes each in `keys` and in `parents`, where zeros are no parent: half the
+# time, and the interpreter's lock is taken once. It is for pages without children, whose links cannot close a cycle.
+_BATCH = "WITH RECURSIVE batch(at) AS (SELECT 1 UNION ALL SELECT at + 32 FROM batch WHERE at + 32 < length(:keys))"
+_INSERT_BATCH = f"""
+INSERT INTO pages(namespace, key, parent, writer, size, last_use, children)
+{_BATCH} SELECT :namespace, substr(:keys, at, 32), nullif(substr(:parents, at, 32), zeroblob(32)), :writer, :size,
+    :last_use, 0
+FROM batch WHERE true ON CONFLICT(namespace, key, writer) DO NOTHING
+"""
+_HAS_CHILDREN = f"""
+{_BATCH} SELECT 1 FROM batch CROSS JOIN pages ON namespace = :namespace AND parent = substr(:keys, at, 32) LIMIT 1
+"""
+_NO_KEY = bytes(PAGE_KEY_BYTES)
 # Temporary errors of SQLite. All other errors mean that the file is not a valid index.
 _NOT_NOW = frozenset({
     sqlite3.SQLITE_PERM, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED, sqlite3.SQLITE_NOMEM, sqlite3.SQLITE_READONLY,
@@ -260,8 +274,15 @@ class Index:
     def reserve(
         self, namespace: bytes, keys: Sequence[bytes], parents: Sequence[bytes | None], writer: str, size: int, now: int
     ) -> None:
-        """Reserve `size` bytes for each of `keys`, which are all different."""
+        """Reserve `size` bytes for each of `keys`, which are all different, head first. Pages that the writer has are
+        skipped."""
         number = self._namespace(namespace)
+        heads = b"".join(parent or _NO_KEY for parent in parents)
+        batch = {"namespace": number, "keys": b"".join(keys), "parents": heads, "writer": writer, "size": size,
+                 "last_use": now}
+        if len(keys) > 1 and not self._run(_HAS_CHILDREN, batch):
+            self._run(_INSERT_BATCH, batch)
+            return
         self._run(_INSERT, [
             {"namespace": number, "key": key, "parent": parent, "writer": writer, "size": size, "last_use": now}
             for key, parent in zip(keys, parents, strict=True)

@@ -33,8 +33,8 @@ from .index_file import usable_index
 from .pages import FULL_ERRNOS, LOCK_FILE, Identity, look, page_name, read_object
 from .reconcile import rows_of, stored_pages
 from .root import open_root
-from .store import FileStore, wait_for_flock
-from .system import READ_FLAGS, System
+from .store import FileStore
+from .system import READ_FLAGS, System, wait_for_flock
 
 _log = logging.getLogger(__name__)
 

@@ -6,10 +6,11 @@ file is exactly one encoded page.
 A file at a page's name is not trusted: it is opened without following a link and without waiting (a FIFO would block),
 and must be a regular file with the size of a page.
 
-Locking design: the only changing fields of `PageFiles` are `direct_io`, which only changes from True to False, and
-`_fans`, which any thread replaces as a whole. `write` and `read` may run in any threads at the same time; a file store
-publishes and removes under its lock (see `store`). Without a lock, as in a shared directory, a race makes one of the
-calls fail.
+The native helper moves a batch of pages in one call, without the interpreter's lock: see `PageFiles.batches`.
+
+Locking design: the only changing field of `PageFiles` is `direct_io`, which only changes from True to False. Pages are
+written and read in any threads at the same time; a file store publishes and removes under its lock (see `store`), or
+for a `room`. Without a lock, as in a shared directory, a race makes one of the calls fail.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ import errno
 import fcntl
 import os
 import stat
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
-from ...frame import Damage, TagStream, without_first
+from ...frame import Damage, FrameCodec, TagStream, stored_time, without_first
+from ...lazy import native
+from ..driver import Answer
+from ..pages import PageReads, PageWrites
 from .system import CREATE_FLAGS, READ_FLAGS, System
 
 TMP_DIR = "tmp"
@@ -39,14 +42,18 @@ _PIECE_BYTES = 1 << 20
 _PIECE_ALIGN = 4096
 # The most buffers in one call on Linux.
 _IOV_MAX = os.sysconf("SC_IOV_MAX")
-# File system times advance in steps of several milliseconds. If a directory's last change is at least this old, its
-# listing contains all changes.
-_SETTLED_NS = 1_000_000_000
 
 NOT_REGULAR = "not_regular"
 SIZE = Damage.SIZE.value
 
 Identity: TypeAlias = tuple[int, int, int]
+
+# The functions of the native helper, and their outcomes of a page. Positive outcomes are error numbers.
+_find, _read, _rename, _write = (native(f"{verb}_page_files") for verb in ("find", "read", "rename", "write"))
+DONE, NOT_STARTED, MISSING, UNUSUAL = 0, -1, -2, -3
+_NOT_FOUND_OUT = 2
+# A piece of work that is worth waking up a thread.
+_WORK_BYTES_MIN = 256 << 10
 
 
 def is_hex(name: str, digits: int) -> bool:
@@ -132,20 +139,21 @@ class NotThePage(Exception):
 
 
 class PageFiles:
-    """Reads and writes the page files of one store; `fits` returns True for valid lengths of a page.
+    """Reads and writes the page files of one store: pages of `codec`; of any length if it is None.
 
     `direct_io` uses O_DIRECT, which needs aligned buffers, and becomes False if the file system rejects it.
     `direct_refused` counts rejections, also for single transfers from buffers that are not aligned.
     """
 
     def __init__(
-        self, root_fd: int, fits: Callable[[int], bool], *, system: System, direct_io: bool, sync: bool
+        self, root_fd: int, codec: FrameCodec | None, *, system: System, direct_io: bool, sync: bool
     ) -> None:
         self._root_fd = root_fd
-        self._fits = fits
+        self._fits: Callable[[int], bool] = (lambda length: True) if codec is None else codec.fits
+        self.frame_bytes = 0 if codec is None else codec.frame_bytes
+        self._has_helper = _read is not None and codec is not None and type(system) is System
         self._system = system
         self._sync = sync
-        self._fans: tuple[tuple[str, int, int], frozenset[str]] = ("", 0, 0), frozenset()
         self.direct_io = direct_io
         self.direct_refused = 0
 
@@ -154,42 +162,74 @@ class PageFiles:
         found = look(self._system, self._root_fd, name)
         return found if found is not None and self._fits(found.st_size) and stat.S_ISREG(found.st_mode) else None
 
-    def _is_page(self, name: str) -> bool:
+    @property
+    def batches(self) -> bool:
+        """True if the native helper moves pages: not with direct I/O, nor with the system calls of a test."""
+        return self._has_helper and not self.direct_io
+
+    def shares(self, positions: Sequence[int], threads: int) -> list[Sequence[int]]:
+        """Cut the positions of pages into pieces of work for `threads` threads: one page each without the helper."""
+        share = 1
+        if self.batches:
+            share = max(-(-len(positions) // threads), -(-_WORK_BYTES_MIN // self.frame_bytes))
+        return [positions[start : start + share] for start in range(0, len(positions), share)]
+
+    def lookup(self, namespace_hex: str, keys: Sequence[bytes]) -> Iterator[Answer]:
+        """Yield for each key whether its page is stored, or the name of an error."""
+        found: Sequence[int] = bytes([_NOT_FOUND_OUT]) * len(keys)
+        if self._has_helper:
+            found = _find(self._root_fd, namespace_hex, list(keys), self.frame_bytes)
+        for key, answer in zip(keys, found, strict=True):
+            if answer != _NOT_FOUND_OUT:
+                yield bool(answer)
+                continue
+            try:
+                yield self.find(page_name(namespace_hex, key)) is not None
+            except OSError as error:
+                yield error_name(error)
+
+    def read_share(self, pages: PageReads[Identity], positions: Sequence[int], seconds: float) -> list[Any]:
+        """Read pages at once, for at most so many seconds. Return for each DONE if it is proven, the identity of a file
+        that was read whole and is not, an error number, or another outcome. REQUIRES: `batches`."""
+        keys, codec = [pages.keys[position] for position in positions], pages.codec
+        buffers = [codec.buffers(pages.pages[position]) for position in positions]
+        found: list[Any] = _read(self._root_fd, codec.namespace.hex(), keys, buffers, codec.fields(), seconds)
+        return found
+
+    def write_share(
+        self, names: list[str], pages: PageWrites, positions: Sequence[int], copied_before_s: int, seconds: float
+    ) -> list[tuple[int, int]]:
+        """Write pages to new files `names` in `tmp`, with the helper in one call of at most so many seconds. Return for
+        each DONE, NOT_STARTED or an error number, and its length. A page that was first stored before
+        `copied_before_s`, on another level or in another store, keeps that time."""
+        if not self.batches:
+            return [
+                self._write_page(f"{TMP_DIR}/{name}", pages, position, copied_before_s)
+                for name, position in zip(names, positions, strict=True)
+            ]
+        buffers, keys, parents, fields = pages.sealed_natively(positions)
+        written = _write(
+            self._root_fd, TMP_DIR, names, buffers, keys, parents, fields, self._sync, copied_before_s, seconds
+        )
+        if fields is not None:
+            return [(outcome, self.frame_bytes) for outcome in written]
+        return [(outcome, sum(one.nbytes for one in page)) for outcome, page in zip(written, buffers, strict=True)]
+
+    def _write_page(self, temporary: str, pages: PageWrites, position: int, copied_before_s: int) -> tuple[int, int]:
+        # Direct I/O needs aligned memory.
+        stored = [pages.sealed_frame(position)] if self.direct_io else pages.sealed(position)
         try:
-            found = self._system.lstat_listed(name, dir_fd=self._root_fd)
-        except (FileNotFoundError, NotADirectoryError):
-            return False
-        return self._fits(found.st_size) and stat.S_ISREG(found.st_mode)
+            self.write(temporary, stored)
+            if 0 < (stored_s := stored_time(stored[0])) < copied_before_s:
+                self._system.utime(temporary, stored_s * 1_000_000_000, dir_fd=self._root_fd)
+        except OSError as error:
+            return error.errno or errno.EIO, 0
+        return DONE, sum(buffer.nbytes for buffer in stored)
 
-    def lookup(self, namespace_hex: str) -> Callable[[bytes], bool]:
-        """Return a cheaper `find` for the keys of one call on one thread.
-
-        It lists the directories once, so it may miss a page in a newer directory.
-        """
-        fans: frozenset[str] | None = None
-
-        def present(key: bytes) -> bool:
-            nonlocal fans
-            if fans is None:
-                fans = self._fans_of(namespace_hex)
-            text = key.hex()
-            return text[:2] in fans and self._is_page(f"{namespace_hex}/{text[:2]}/{text}")
-
-        return present
-
-    def _fans_of(self, namespace_hex: str) -> frozenset[str]:
-        """Return the page directories of a namespace, listed again after each change of the namespace's directory."""
-        try:
-            found = self._system.lstat(namespace_hex, dir_fd=self._root_fd)
-            listed = (namespace_hex, found.st_ino, found.st_ctime_ns)
-            if self._fans[0] == listed:
-                return self._fans[1]
-            fans = self._system.folders(namespace_hex, dir_fd=self._root_fd)
-        except (FileNotFoundError, NotADirectoryError):
-            return frozenset()
-        if time.time_ns() - found.st_ctime_ns > _SETTLED_NS:
-            self._fans = listed, fans
-        return fans
+    def publish_some(self, names: list[str], namespace_hex: str, keys: list[bytes]) -> int:
+        """Rename files in `tmp` to pages, in order. Return how many were renamed; `publish` renames the next one."""
+        renamed: int = _rename(self._root_fd, TMP_DIR, names, namespace_hex, keys) if self._has_helper else 0
+        return renamed
 
     def read(self, name: str, buffers_of: Callable[[int], Sequence[memoryview]], stream: TagStream | None) -> Identity:
         """Read a file into the buffers that `buffers_of` returns for its length, and into `stream`. Return the identity

@@ -10,7 +10,7 @@ import contextlib
 import errno
 import stat
 import time
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping
 
 from ...frame import FRAME_ALIGN, HEADER_BYTES, NO_PARENT, FrameHeader
 from ...keys import FORMAT_VERSION, PAGE_KEY_BYTES
@@ -30,6 +30,7 @@ from .pages import (
     remove_page,
     remove_temporary,
 )
+from .room import ROOM_WRITER
 from .system import LIST_FLAGS, System
 
 _FANS = 256
@@ -112,14 +113,17 @@ def heartbeats(system: System, root_fd: int) -> dict[str, int]:
     return {name: one.st_mtime_ns for name, one in found if one is not None}
 
 
-def reap(index: Index, system: System, root_fd: int, own: str) -> None:
+def reap(index: Index, system: System, root_fd: int, own: str, *, compares: bool = False) -> None:
     """Remove the temporary files and reservations of dead processes. Their renamed pages are whole, and stay; so do
-    their owner files, which tell an opening that rows may be without files."""
+    their owner files, which tell an opening that rows may be without files, and unless that `compares` all files now,
+    their rooms, which count files without rows."""
     alive, dead = owners(system, root_fd, own)
     for name in dead:
         if not name.endswith(OWNER_SUFFIX):
             remove_temporary(system, root_fd, name)
     writers = [writer for writer in index.writers() if writer.partition(".")[0] not in alive]
+    if not compares:
+        writers = [writer for writer in writers if not writer.endswith(ROOM_WRITER)]
     for writer in writers:
         for namespace, key in index.reserved_keys(writer):
             found = look_for_file(system, root_fd, page_name(namespace.hex(), key))
@@ -130,28 +134,22 @@ def reap(index: Index, system: System, root_fd: int, own: str) -> None:
         index.publish(writer)
 
 
+def folders_of(index: Index, system: System, root_fd: int) -> list[tuple[bytes, bytes]]:
+    """Return namespace and first byte of the keys of each directory that may have pages or rows. Raises OSError."""
+    on_disk = {bytes.fromhex(name) for name in system.listdir(root_fd) if is_hex(name, 64)}
+    return [(space, bytes([fan])) for space in sorted(on_disk | {*index.namespaces()}) for fan in range(_FANS)]
+
+
 def reconcile(
-    index: Index, system: System, root_fd: int, *, by_names: bool, keep_damaged: bool, beat: Callable[[], None]
+    index: Index, system: System, root_fd: int, directory: tuple[bytes, bytes], *, by_names: bool, keep_damaged: bool
 ) -> None:
-    """Compare every page file with its row: forget rows without files, adopt whole files without rows, remove
-    damaged files. `by_names` skips a directory whose names are those of its rows, and trusts the index's sums.
+    """Compare the files of a directory of `folders_of` with their rows: forget rows without files, adopt whole files
+    without rows, remove damaged files. `by_names` skips a directory whose names are those of its rows.
 
     With `keep_damaged` damaged files only lose their rows: a tool that counts damage removes them itself, one by one.
-    Directories and files with other names are ignored. Calls `beat` again and again, which may raise OSError.
+    Directories and files with other names are ignored. Raises OSError.
     """
-    on_disk = {bytes.fromhex(name) for name in system.listdir(root_fd) if is_hex(name, 64)}
-    for namespace in sorted(on_disk | set(index.namespaces())):
-        for fan in range(_FANS):
-            beat()
-            reconcile_fan(index, system, root_fd, namespace, bytes([fan]), by_names=by_names, keep_damaged=keep_damaged)
-    if not by_names:
-        index.recount()
-
-
-def reconcile_fan(
-    index: Index, system: System, root_fd: int, namespace: bytes, fan: bytes, *, by_names: bool, keep_damaged: bool
-) -> None:
-    """Do this for the directory of the pages whose keys begin with the byte `fan`."""
+    namespace, fan = directory
     span = fan.ljust(PAGE_KEY_BYTES, b"\x00"), fan.ljust(PAGE_KEY_BYTES, b"\xff")
     folder = page_name(namespace.hex(), fan)
     names = listed(system, root_fd, folder)

@@ -1,38 +1,46 @@
 """One open store: its root, its lock, its index, and their recovery after a crash.
 
-Every page file is published and removed under the store's lock, its row in a transaction under the same lock. So the
-holder of the lock sees matching files and rows, except after a kill in between:
+Every page file is published and removed under the store's lock, its row in a transaction under the same lock, except
+for pages in a `room`. So the holder of the lock sees matching files and rows, but for these, and after a kill between:
 
 | killed                                  | leaves                            | fixed by                      |
 |-----------------------------------------|-----------------------------------|-------------------------------|
 | while writing pages                     | temporary files, reservations     | `reap`                        |
 | while renaming pages                    | files without rows, reservations  | `reap` (adopts whole pages)   |
 | while evicting, deleting or sweeping    | rows without files                | `reconcile`                   |
+| with pages in its room                  | files without rows, the room      | `reconcile`                   |
 
-In all three cases the index counts more bytes than exist, never fewer, so limits hold. `reap` runs when room gets
+In all these cases the index counts more bytes than exist, never fewer, so limits hold. `reap` runs when room gets
 short, and before the first transaction of an opening. `reconcile` compares files and rows after a transaction that
-failed when files had changed, and in an opening that finds no proof for them: see `checked`. An owner file whose
-process is dead, or closed before it could undo a failure, stays until an opening has done so.
+failed when files had changed, and in an opening that finds no proof for them: see `checked`.
 
-A lost or damaged index is removed and rebuilt from the files. If there is no room for that, or the file system is
-read-only, the store is open without an index: pages are read, which needs no index, and removed (`removing`); each
-transaction tries again and fails.
+A thread opens the store. The constructor waits for it up to SERVE_AFTER_S; then pages are read, without the index. The
+index counts enough after a kill once `reap` has run, so the thread compares in short transactions, between which all
+processes store and evict. Without proof it may count too little, so the thread compares in one transaction; until its
+end (`is_ready`) this opening rejects pages, and so do others, which wait for the lock.
+
+An owner file whose process is dead, or closed before it had compared or undone a failure, says that rows may be without
+files. An opening removes it before it compares in steps: then its own owner file says so, and stays if that is cut off.
+
+A lost or damaged index is removed and rebuilt from the files. Without room for that, or on a read-only file system, the
+store is open without an index: it reads and removes pages (`removing`); each transaction tries again and fails.
 
 A process is identified by its owner file in `tmp`, which it keeps locked: unlike a process id, a lock works across
 containers and ends with its process. Between machines it may not work, so they exclude each other: see `owners`. A
 transaction whose owner file is gone claims the store again, and then trusts neither its open index nor its rows.
 
-The locks are flock's. POSIX record locks would not pass to the child of a fork, but they end when any descriptor of the
-file is closed in the process, and do not exclude two openings in one process. An flock ends with the last copy of its
-descriptor, so a child closes its copies right after the fork (`_after_fork`).
+The locks are flock's: POSIX record locks end when the process closes any descriptor of the file, and do not exclude two
+openings in it. An flock ends with its last copy, so a child closes its copies right after the fork (`after_fork`).
 
-SQLite opens files by path. So each transaction first compares the path with the open root; if they differ, the root was
-moved or replaced, and the transaction fails with ESTALE. Between that check and SQLite's own opening, only a user who
-may rename the root or a directory above it can replace the directory.
+SQLite opens files by path. So each transaction first compares the path with the open root, and fails with ESTALE if the
+root was moved or replaced. Between the two, only a user who may rename it or a directory above it can replace it.
 
 Locking design: `transaction` and `removing` take the thread lock, then the file lock. The thread lock guards all
 changing fields; if a transaction holds it, `close` leaves its work to the end of that transaction. The file lock (flock
-on `lock`, polled, because each wait has a deadline) orders all processes, and is taken before SQLite's own locks.
+on `lock`, polled, because each wait has a deadline) orders all processes, and is taken before SQLite's own locks. The
+opener's thread writes `is_ready`, `_behind` and `_failure`; before `is_ready` no other thread takes a lock.
+
+Longer than 500 lines because opening, transactions and close share the locks and what is known about the index.
 """
 
 from __future__ import annotations
@@ -52,60 +60,47 @@ import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ...backoff import Backoff
 from ...clock import SYSTEM_CLOCK, Clock
 from ...errors import BackendUnavailable
 from ...logs import LimitedLog
 from ..base import PageId
-from .checked import NOTHING, Trusted, note_closed, note_verified, take_checked
+from .checked import NAMES, NOTHING, Trusted, note_closed, note_verified, take_checked
 from .index import Index, IndexDamaged
 from .index_file import IndexFile
 from .owners import HEARTBEAT_S, OWNER_HEX_DIGITS, OWNER_SUFFIX, OwnerFile, UsedElsewhere
 from .pages import FULL_ERRNOS, LOCK_FILE, TMP_DIR, file_id, find_id, remove_page, remove_temporary
-from .reconcile import heartbeats, owners, reap, reconcile, reconcile_fan, remove_empty
+from .reconcile import folders_of, heartbeats, owners, reap, reconcile, remove_empty
+from .room import Room
 from .root import MARKER, open_root, write_marker
-from .system import OPEN_OR_CREATE_FLAGS, System
+from .system import OPEN_OR_CREATE_FLAGS, System, wait_for_flock
 
 _log = logging.getLogger(__name__)
 # Each transaction has the same error until an operator fixes it.
 _limited_log = LimitedLog(_log, 60.0)
 
-# An opening waits so long for a process that holds the lock and does not renew its heartbeat. One that compares a large
-# store with its index renews it.
+# How long an opening waits for a process that holds the lock and does not renew its heartbeat, as a comparison does.
 OPEN_TIMEOUT_S = 60.0
+# How long the start of an engine waits for an opening: long enough to compare 300,000 names, or to verify 50,000 pages.
+SERVE_AFTER_S = 1.0
+REJECTION = "it compares its index with its files, or another process does, so pages are only read; wait for the end"
+# For so long, and at least for one directory, a step of a comparison holds the lock; then others have the same time.
+_STEP_S = 0.02
 # How long a close waits for the other processes that close or use the store, to find out whether it is the last one.
 _CLOSE_S = 1.0
-_POLL_S_FIRST = 0.0002
-_POLL_S_MAX = 0.005
 _ADVICE = (
     "a store of type file is for one machine: for a directory that several machines share use storage.type "
-    f"shared_files, or share a daemon (remote), redis, s3 or mooncake; if that process has ended, wait "
-    f"{HEARTBEAT_S:.0f} s"
+    f"shared_files, or share a daemon (remote), redis, s3 or mooncake; if that process ended, wait {HEARTBEAT_S:.0f} s"
 )
 # SQLite opens no file whose name, with the journal's, is longer than 512 bytes.
 _PATH_BYTES_MAX = 480
-# Building an index scans the store. After a long build that found no room, transactions fail without another build for
-# a multiple of that time, so that a full disk does not keep the lock busy.
+# After a long build of an index without enough room, transactions fail without another one for a multiple of that time.
 _COSTLY_S = 0.25
-_PAUSE_FACTOR = 10.0
-_PAUSE_S_MAX = 10.0
+_PAUSE_FACTOR, _PAUSE_S_MAX = 10.0, 10.0
 
 
 def now_us(clock: Clock) -> int:
     """Return the wall clock in microseconds, the unit of recency, which must stay valid after a restart."""
     return int(clock.wall_s() * 1e6)
-
-
-def wait_for_flock(system: System, fd: int, operation: int, deadline: float) -> None:
-    """Lock the file `fd`. Blocks up to `deadline` of the system's clock, by polling. Raises TimeoutError."""
-    backoff = Backoff(_POLL_S_FIRST, _POLL_S_MAX)
-    while True:
-        try:
-            return system.flock(fd, operation | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() >= deadline:
-                raise TimeoutError(errno.ETIMEDOUT, "the store was locked until the deadline") from None
-        time.sleep(min(backoff.next_s(), max(0.0, deadline - time.monotonic())))
 
 
 @dataclass(slots=True)
@@ -121,10 +116,10 @@ class FileStore:
 
     With `keep_damaged` damaged files are not removed, only their rows: for a tool that counts its removals. `owner` is
     the name of this opening in `tmp`. `leftovers` are the writers (see `new_writer`) whose reservations and temporary
-    files could not be released after a failure; `sweep` tries again. `at_fork` is called in the child of a fork, where
-    operations under the lock fail. The constructor raises NotOurs and BackendUnavailable, also if another machine uses
-    the store, but not for a full or read-only disk. It blocks while another process compares the store with its index,
-    and up to OPEN_TIMEOUT_S for one that makes no progress.
+    files could not be released after a failure; `sweep` tries again. In the child of a fork transactions fail. The
+    constructor raises NotOurs and BackendUnavailable, also if another machine uses the store, but not for a full or
+    read-only disk. It blocks up to SERVE_AFTER_S, with `keep_damaged` until files and index are compared; later errors
+    are logged. Until `is_ready` is True, transactions fail at once, with REJECTION.
     """
 
     def __init__(
@@ -134,6 +129,7 @@ class FileStore:
         self.system = System() if system is None else system
         self.owner = secrets.token_hex(OWNER_HEX_DIGITS // 2)
         self.leftovers: set[str] = set()
+        self.room = Room(self.owner, clock)
         self._serial = itertools.count(1)
         self._keep_damaged = keep_damaged
         self._thread_lock = threading.Lock()
@@ -141,6 +137,10 @@ class FileStore:
         self._ended: tuple[int, str] | None = None
         self._is_open = self._is_sound = self._is_closed = False
         self._doubtful = True
+        self._behind: list[tuple[bytes, bytes]] = []  # directories that are still to be compared
+        self.is_ready = False
+        self._failure: BaseException | None = None
+        self._opener = threading.Thread(target=self._open_and_compare, name="hicache-file-open", daemon=True)
         self._clock = clock
         self._pause_until = -math.inf
         self._refusal: OSError | sqlite3.Error | None = None
@@ -152,17 +152,20 @@ class FileStore:
         _stores.add(self)
         try:
             self._root_id = file_id(self.system.fstat(self.root_fd))
-            self._open()
+            self._opener.start()
+            self._opener.join(None if keep_damaged else SERVE_AFTER_S)
+            if self._failure is not None:
+                raise self._failure
             self._is_open = True
-        except BackendUnavailable:
+        except BaseException as error:
             self.close()
-            raise
-        except UsedElsewhere as error:
-            self.close()
-            raise BackendUnavailable(f"file store {self.path}: {error.strerror}; {_ADVICE}") from error
-        except OSError as error:
-            self.close()
-            raise BackendUnavailable(f"file store {self.path}: {error}; check disk, permissions, space") from error
+            if not isinstance(error, OSError) or isinstance(error, BackendUnavailable):
+                raise
+            is_rival = isinstance(error, UsedElsewhere)
+            words = f"{error.strerror}; {_ADVICE}" if is_rival else f"{error}; check disk, permissions, space"
+            raise BackendUnavailable(f"file store {self.path}: {words}") from error
+        if self._opener.is_alive():
+            _log.warning("file store %s: compares its index with its files in the background", self.path)
 
     def _open_root(self, path: str | os.PathLike[str], create: bool) -> tuple[str, int]:
         try:
@@ -171,6 +174,34 @@ class FileStore:
             if not isinstance(error.__cause__, OSError) or error.__cause__.errno not in FULL_ERRNOS:
                 raise
             return open_root(path, create=False, read_only=True, system=self.system)
+
+    def _open_and_compare(self) -> None:
+        """Run the opener's thread."""
+        words = "they agree"
+        try:
+            self._open()
+            self.is_ready = True
+            while self._behind:
+                self._step()
+        except BaseException as error:
+            self._failure = None if self.is_ready else error
+            words = f"it failed, and the next opening compares them: {error}"
+        self.is_ready = True
+        if self._is_open and not self._is_closed:  # the constructor did not wait for it
+            _log.warning("file store %s: the comparison of index and files has ended: %s", self.path, words)
+
+    def _step(self) -> None:
+        """Compare some of the directories, in one transaction; then let others have the lock."""
+        began, done = time.monotonic(), 0
+        with self.transaction(self._clock() + OPEN_TIMEOUT_S) as index:
+            while done < len(self._behind) and (not done or time.monotonic() - began < _STEP_S):
+                folder, keep = self._behind[done], self._keep_damaged
+                reconcile(index, self.system, self.root_fd, folder, by_names=True, keep_damaged=keep)
+                done += 1
+            if done == len(self._behind):
+                reap(index, self.system, self.root_fd, self.owner, compares=True)
+        del self._behind[:done]
+        time.sleep(time.monotonic() - began if self._behind else 0.0)
 
     def _open(self) -> None:
         seen = heartbeats(self.system, self.root_fd)
@@ -185,7 +216,7 @@ class FileStore:
                     "end it, or try again"
                 ) from error
         except (OSError, sqlite3.Error) as error:
-            if isinstance(error, OSError) and error.errno not in FULL_ERRNOS:
+            if self._is_closed or (isinstance(error, OSError) and error.errno not in FULL_ERRNOS):
                 raise
             _log.warning("file store %s: open without an index, so it stores nothing: %s", self.path, error)
             return
@@ -197,8 +228,7 @@ class FileStore:
         return f"{self.owner}.{next(self._serial)}"
 
     def sweep(self, index: Index) -> None:
-        """Release the `leftovers`, as far as possible now. REQUIRES: a transaction of this store. Raises
-        sqlite3.Error."""
+        """Release the `leftovers`, as far as possible now. REQUIRES: a transaction. Raises sqlite3.Error."""
         for writer in list(self.leftovers):
             index.release_all(writer)
             with contextlib.suppress(OSError):  # counted at its first failure
@@ -247,6 +277,8 @@ class FileStore:
 
     @contextlib.contextmanager
     def _locked(self, deadline: float) -> Iterator[None]:
+        if not self.is_ready and threading.current_thread() is not self._opener:
+            raise TimeoutError(errno.EINPROGRESS, REJECTION)
         wait_s = min(max(0.0, deadline - self._clock()), threading.TIMEOUT_MAX)
         until = time.monotonic() + wait_s
         thread_lock = self._thread_lock
@@ -302,6 +334,7 @@ class FileStore:
             yield index
             self._owner_file.beat()
             index.commit()
+            self.room.committed()
         except BaseException as error:
             # The rows are as before, but files may have changed.
             self._doubtful = index.follows_files or not isinstance(error, sqlite3.Error)
@@ -328,24 +361,27 @@ class FileStore:
 
     def _started(self) -> Index:
         trusted, dead = self._trust() if self._doubtful else (NOTHING, [])
-        index, is_new = self._index_file.current(trusted.check, self._owner_file.beat)
+        index, is_new = self._index_file.current(trusted.check, self._beat)
         self._doubtful |= is_new
         try:
             if self._doubtful:
                 index.begin()
-                reap(index, self.system, self.root_fd, self.owner)
-                self._reconcile(index, NOTHING if is_new else trusted)
+                trusted = NOTHING if is_new else trusted
+                compares = trusted.folders is None and (self.is_ready or trusted != NAMES)
+                reap(index, self.system, self.root_fd, self.owner, compares=compares)
+                self._reconcile(index, trusted)
                 index.mark_sound()
-                self._owner_file.beat()
+                self._beat()
                 index.commit()
                 self._doubtful, self._is_sound = False, True
-                # Vouch for the index, and remove the owner files of processes whose work was compared: last, so that
-                # after a kill in between they are still found. Without room for this, the next opening checks more.
+                # Vouch for the index, and remove the owner files of dead processes: last, so that after a kill before
+                # that they are still found. Without room for this, the next opening checks more.
                 with contextlib.suppress(OSError):
                     note_verified(self.system, self.root_fd, os.path.basename(index.path))
                     for path in dead:
                         remove_temporary(self.system, self.root_fd, path)
             index.begin()
+            self.room.record(index)
         except BaseException as error:
             self._index_file.undo(error)
             raise
@@ -358,19 +394,26 @@ class FileStore:
         if not self._is_sound:
             return take_checked(self.system, self.root_fd, others=len(alive) > 1, dead=bool(dead)), dead
         # After a failed transaction. An index that was closed then, or because the owner file was gone, is verified.
-        return NOTHING if self._index_file.opened is None else Trusted("", None), dead
+        return NOTHING if self._index_file.opened is None else NAMES, dead
 
     def _reconcile(self, index: Index, trusted: Trusted) -> None:
-        system, root_fd, beat = self.system, self.root_fd, self._owner_file.beat
-        if trusted.folders is None:
-            by_names = trusted.check != NOTHING.check
-            reconcile(index, system, root_fd, by_names=by_names, keep_damaged=self._keep_damaged, beat=beat)
-        for folder in trusted.folders or ():
-            beat()
-            namespace, fan = (bytes.fromhex(name) for name in folder.split("/"))
-            reconcile_fan(index, system, root_fd, namespace, fan, by_names=False, keep_damaged=self._keep_damaged)
+        by_names = trusted == NAMES
+        folders = folders_of(index, self.system, self.root_fd) if trusted.folders is None else trusted.folders
+        if by_names and not self.is_ready:
+            folders, self._behind = (), [*folders]
+        for folder in folders:
+            self._beat()
+            reconcile(index, self.system, self.root_fd, folder, by_names=by_names, keep_damaged=self._keep_damaged)
+        if trusted == NOTHING:
+            index.recount()
         for digest in index.empty_namespaces():
-            remove_empty(system, root_fd, digest.hex())
+            remove_empty(self.system, self.root_fd, digest.hex())
+
+    def _beat(self) -> None:
+        """Renew the heartbeat in a comparison, which ends if the store is closed meanwhile. Raises OSError."""
+        if self._ended is not None and not self.is_ready:
+            raise OSError(*self._ended)
+        self._owner_file.beat()
 
     def _claim(self) -> None:
         """Hold the owner file, under the store's lock, so that other processes do not consider its owner dead.
@@ -404,10 +447,11 @@ class FileStore:
         self._ended = self._ended or (errno.EBADF, "the store is closed")
         self._is_closed = True
         self._free()
+        if self._opener.is_alive():
+            self._opener.join(_CLOSE_S)
 
     def _free(self) -> None:
-        """Release everything, unless another thread is in a transaction: SQLite crashes if its connection is closed in
-        the middle of a statement. That thread calls this at the end of its transaction."""
+        """Release everything. SQLite crashes if it is closed in a statement, so a transaction calls this at its end."""
         thread_lock = self._thread_lock
         if thread_lock.acquire(blocking=False):
             try:
@@ -418,9 +462,9 @@ class FileStore:
     def _free_locked(self) -> None:
         index, was_open, self._is_open = self._index_file.opened, self._is_open, False
         self._index_file.close()
-        if was_open and self._is_sound and self._doubtful:
+        if was_open and self._is_sound and (self._doubtful or self._behind or self.room.is_pending):
             self._owner_file.abandon()  # the next opening compares the store, as after a kill
-        elif was_open and index is not None:
+        elif was_open and self._is_sound and index is not None:
             with contextlib.suppress(OSError):
                 self._leave(os.path.basename(index.path))
         self._owner_file.release()
@@ -447,7 +491,7 @@ class FileStore:
     def after_fork(self) -> None:
         """Release the parent's resources in the child. A thread of the parent may have held each lock at the fork."""
         self._thread_lock = threading.Lock()
-        self._is_open = False
+        self._is_open, self.is_ready = False, True
         self._ended = (errno.ECHILD, "the store was opened before a fork; open it again in this process")
         fd, self._lock_fd = self._lock_fd, None
         if fd is not None:

@@ -11,9 +11,11 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from ...backoff import Backoff
 from ...units import format_size
 from .mounts import file_system_of, mount_id
 
@@ -31,6 +33,7 @@ LIST_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SCARCE = 20
 # Longer than a machine id, a boot id or the name of a host (64 characters).
 _FACT_CHARS_MAX = 128
+_POLL_S_FIRST, _POLL_S_MAX = 0.0002, 0.005
 
 _T = TypeVar("_T")
 
@@ -122,13 +125,8 @@ class System:
         return self._walk(path, dir_fd, lambda name, fd: os.stat(name, dir_fd=fd, follow_symlinks=False))
 
     def lstat_listed(self, path: str, *, dir_fd: int) -> os.stat_result:
-        """`lstat` without a walk. REQUIRES: the caller has just found the directories of `path` with `folders`."""
+        """`lstat` without a walk. REQUIRES: the caller has just listed the directory of `path`."""
         return os.stat(path, dir_fd=dir_fd, follow_symlinks=False)
-
-    def folders(self, path: str, *, dir_fd: int) -> frozenset[str]:
-        """Return the names of the directories in a directory, without links to directories."""
-        with self.opened(path, LIST_FLAGS, dir_fd=dir_fd) as fd, os.scandir(fd) as entries:
-            return frozenset(entry.name for entry in entries if entry.is_dir(follow_symlinks=False))
 
     def is_mount_root(self, fd: int) -> bool:
         """Return True if the directory is the root of a mount, such as a volume. `/` is not."""
@@ -183,3 +181,15 @@ class System:
         with contextlib.suppress(OSError), open(path, encoding="ascii", errors="replace") as file:
             return (file.read(_FACT_CHARS_MAX).split() or ["-"])[0]
         return "-"
+
+
+def wait_for_flock(system: System, fd: int, operation: int, deadline: float) -> None:
+    """Lock the file `fd`. Blocks up to `deadline` of the system's clock, by polling. Raises TimeoutError."""
+    backoff = Backoff(_POLL_S_FIRST, _POLL_S_MAX)
+    while True:
+        try:
+            return system.flock(fd, operation | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(errno.ETIMEDOUT, "the store was locked until the deadline") from None
+        time.sleep(min(backoff.next_s(), max(0.0, deadline - time.monotonic())))

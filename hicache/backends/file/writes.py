@@ -3,6 +3,8 @@
 Locking design: a `CapacityManager` changes only in transactions, except for `_full`, which any thread replaces as a
 whole. A `FileWrites` belongs to one call; its `_write` runs in several threads, each with its own position; they write
 their own slots of dictionaries and append to lists, both atomic in CPython. `rejection` is the reason of any of them.
+
+Longer than 500 lines because the capacity and the steps of a write share what counts as full.
 """
 
 from __future__ import annotations
@@ -12,22 +14,23 @@ import errno
 import itertools
 import logging
 import math
+import os
 import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ...clock import SYSTEM_CLOCK, Clock
-from ...frame import stored_time
 from ...logs import LimitedLog
 from ...supervised import SupervisedPool
 from ...tournament import PASSED_MAX
 from ...units import format_size
 from ..pages import SETTLE_S, PageWrites
 from .index import Index, IndexDamaged, PageRow, Totals
-from .pages import FULL_ERRNOS, TMP_DIR, PageFiles, error_name, page_name, remove_page
+from .pages import DONE, FULL_ERRNOS, NOT_STARTED, TMP_DIR, PageFiles, error_name, page_name, remove_page
 from .reconcile import reap
-from .store import FileStore, now_us
+from .room import Room, Stored
+from .store import REJECTION, FileStore, now_us
 from .system import why_no_room
 
 _log = logging.getLogger(__name__)
@@ -44,12 +47,16 @@ _FAILURES_MAX = 3
 # The growth of the index in one transaction.
 _INDEX_GROWTH_BYTES = 256 << 10
 _INDEX_GROWTH_BYTES_PER_ROW = 1 << 10
-# A full store evicts in each batch; comparing the sums with all rows each time would be too slow.
-_COMPARE_S = 60.0
+# A full store evicts in each batch, so it compares the sums with all rows at most so often, and 1 % of the time.
+_COMPARE_S, _COMPARE_FACTOR = 60.0, 100.0
 # After a write without room the store does not grow for this time, unless the file system gains room earlier.
 _FULL_S = 60.0
 # The time of a page that is older than this is that of a copy, and not of a slow write.
 _COPY_AGE_S = 60.0
+# The room for pages between two transactions: see `room`. It is a small part of the capacity: other pages make way.
+_ROOM_BYTES = 64 << 20
+_ROOM_PAGES = 32
+_ROOM_PARTS = 64
 # The classes of errors that eviction can end; a read-only file system is not one of them.
 _NO_ROOM = frozenset({"ENOSPC", "EDQUOT", "SQLITE_FULL"})
 # Released in addition, so that a page whose thread detected the full disk late can still be written.
@@ -119,10 +126,28 @@ class CapacityManager:
             self._compare(index)
         return max(self._over(index), 0)
 
+    def grant(self, index: Index, namespace: bytes, room: Room, frame_bytes: int, errors: list[str]) -> None:
+        """Give `room` to the pages of the next calls, of `frame_bytes` at most, if the limits leave some; 0 is for a
+        tool, with pages of any size. REQUIRES: a transaction. Raises as `fit`."""
+        size = self.room_bytes(frame_bytes)
+        if size:
+            room.grant(index, namespace, size)
+            if self.fit(index, errors):
+                room.grant(index, namespace, 0)
+
+    def room_bytes(self, frame_bytes: int) -> int:
+        """Return the size of a room for pages of at most `frame_bytes`, 0 for none. Raises OSError."""
+        limit = self.space()[0] - self._floor_bytes - _FLOOR_SLACK_BYTES
+        if self.capacity_bytes is not None:
+            limit = min(limit, self.capacity_bytes)
+        size = min(max(_ROOM_BYTES, _ROOM_PAGES * frame_bytes), limit // _ROOM_PARTS)
+        return size if 0 < frame_bytes <= size and self._full is None else 0
+
     def _compare(self, index: Index) -> None:
         """Raise IndexDamaged if the index contradicts itself: wrong sums would evict all pages, or reject new ones."""
-        self._compare_after_s = self.clock() + _COMPARE_S
-        contradiction = index.contradiction()
+        began_s = self.clock()
+        contradiction, ended_s = index.contradiction(), self.clock()
+        self._compare_after_s = ended_s + max(_COMPARE_S, _COMPARE_FACTOR * (ended_s - began_s))
         if contradiction is not None:
             raise IndexDamaged(contradiction)
 
@@ -217,6 +242,9 @@ class FileWrites:
         pages: PageWrites,
     ) -> None:
         self._store = store
+        self._room = store.room
+        self._used_us = self._taken_bytes = 0
+        self._has_failed = False
         self._files = files
         self._capacity = capacity
         self._pool = pool
@@ -237,13 +265,15 @@ class FileWrites:
 
         Blocks; does not raise storage errors.
         """
+        self._used_us = used_us
         self._look()
-        if self._todo and self._reserve(before_reserving, used_us):
+        if self._todo and not self._write_in_room(before_reserving) and self._reserve(before_reserving, used_us):
             try:
-                self._pool.run(len(self._todo), self._write)
+                self._write_shares()
             finally:
                 self._publish()
         if self.rejection in _NO_ROOM:
+            self._room.end()
             with contextlib.suppress(OSError):
                 if self._stored_bytes is not None:
                     self._capacity.note_full(self._stored_bytes)
@@ -255,16 +285,14 @@ class FileWrites:
 
     def _look(self) -> None:
         """Report the pages that are already stored, and collect the missing ones."""
-        is_present = self._files.lookup(self._namespace_hex)
-        for position, key in enumerate(self._pages.keys):
-            try:
-                if is_present(key):
-                    self._pages.present(position)
-                    self.present.append(key)
-                else:
-                    self._todo.append(position)
-            except OSError as error:
-                self._pages.fail(position, error_name(error))
+        for position, answer in enumerate(self._files.lookup(self._namespace_hex, self._pages.keys)):
+            if answer is True:
+                self._pages.present(position)
+                self.present.append(self._pages.keys[position])
+            elif answer is False:
+                self._todo.append(position)
+            else:
+                self._pages.fail(position, answer)
 
     def _reserve(self, before_reserving: Callable[[Index], None], used_us: int) -> bool:
         """Reserve room for as many pages from the head as fit, in one transaction; reject the others.
@@ -272,6 +300,10 @@ class FileWrites:
         A page reserves its whole frame until it is stored: its encoded size is known only then.
         """
         pages, size, capacity_bytes = self._pages, self._pages.codec.frame_bytes, self._capacity.capacity_bytes
+        if not self._store.is_ready:
+            self.rejection = REJECTION
+            pages.reject(self._todo[0])
+            return False
         head = self._todo if capacity_bytes is None else self._todo[: capacity_bytes // size]
         try:
             with self._store.transaction(pages.deadline) as index:
@@ -308,29 +340,39 @@ class FileWrites:
             for position in positions:
                 self._pages.fail(position, reason)
 
-    def _write(self, number: int) -> None:
-        position = self._todo[number]
+    def _write_shares(self) -> None:
+        shares = self._files.shares(self._todo, self._pool.threads + 1)
+        self._pool.run(len(shares), lambda number: self._write_share(shares[number]))
+
+    def _write_share(self, positions: Sequence[int]) -> None:
+        """Write pages to temporary files."""
+        pages, clock = self._pages, self._capacity.clock
         if self._full:
-            self._pages.reject(position)
+            for position in positions:
+                pages.reject(position)
+        if self._full or pages.is_late:
             return
-        if self._pages.is_late:
+        names = [self._store.new_writer() for _ in positions]
+        written = self._files.write_share(
+            names, pages, positions, int(clock.wall_s() - _COPY_AGE_S), pages.deadline - clock()
+        )
+        for position, name, (outcome, length) in zip(positions, names, written, strict=True):
+            if outcome == DONE:
+                self._temporaries[position] = f"{TMP_DIR}/{name}"
+                self._lengths[position] = length
+            elif outcome != NOT_STARTED:
+                self._discard(f"{TMP_DIR}/{name}")
+                self._failed(position, OSError(outcome, os.strerror(outcome)))
+            elif pages.is_full:
+                pages.reject(position)
+
+    def _failed(self, position: int, error: OSError) -> None:
+        if self._taken_bytes:
+            self._has_failed = True  # a transaction follows
             return
-        temporary = f"{TMP_DIR}/{self._store.new_writer()}"
-        # Direct I/O needs aligned memory: see `PageFiles`.
-        stored = [self._pages.sealed_frame(position)] if self._files.direct_io else self._pages.sealed(position)
-        try:
-            self._files.write(temporary, stored)
-            # A page that was first stored on another level or in another store keeps that time.
-            if 0 < (stored_s := stored_time(stored[0])) < self._capacity.clock.wall_s() - _COPY_AGE_S:
-                self._store.system.utime(temporary, stored_s * 1_000_000_000, dir_fd=self._store.root_fd)
-        except OSError as error:
-            self._discard(temporary)
-            self._refuse([position], error)
-            # If one page does not fit, the pages after it do not fit either, or would follow a hole.
-            self._full |= _says_full(error)
-        else:
-            self._lengths[position] = sum(buffer.nbytes for buffer in stored)
-            self._temporaries[position] = temporary
+        self._refuse([position], error)
+        # If one page does not fit, the pages after it do not fit either, or would follow a hole.
+        self._full |= _says_full(error)
 
     def _publish(self) -> None:
         """Rename the written pages and add their rows in one transaction, head first; release unused reservations."""
@@ -341,15 +383,7 @@ class FileWrites:
         unnamed = set(self._temporaries)
         try:
             with self._store.transaction(max(pages.deadline, self._capacity.clock() + SETTLE_S)) as index:
-                for position, temporary in sorted(self._temporaries.items()):
-                    try:
-                        self._files.publish(temporary, page_name(self._namespace_hex, pages.keys[position]))
-                        named.append(position)
-                    except OSError as error:
-                        unnamed.discard(position)
-                        self._refuse([position], error)
-                        if _says_full(error):
-                            break  # the pages after it would follow a hole
+                self._rename(named, unnamed)
                 published = set(named)
                 failed = [pages.keys[position] for position in self._todo if position not in published]
                 if failed:
@@ -361,6 +395,7 @@ class FileWrites:
                 if index.publish(self._writer) != len(named):
                     raise OSError(errno.ESTALE, "the index was rebuilt while the pages were written")
                 self._stored_bytes = index.totals().bytes
+                self._capacity.grant(index, self._namespace, self._room, self._files.frame_bytes, pages.errors)
         except (OSError, sqlite3.Error) as error:
             # The files are renamed but not in the index: remove them, so that pages with ERROR are not visible.
             self._store.leftovers.add(self._writer)
@@ -374,6 +409,74 @@ class FileWrites:
         for temporary in self._temporaries.values():
             self._discard(temporary)
 
+    def _rename(self, named: list[int], unnamed: set[int] | None) -> None:
+        """Rename the written pages, head first, and add them to `named`. Settle those that fail, and take them out of
+        `unnamed`; if it is None, end there."""
+        pages, left = self._pages, sorted(self._temporaries)
+        while left:
+            names = [self._temporaries[position].removeprefix(f"{TMP_DIR}/") for position in left]
+            done = self._files.publish_some(names, self._namespace_hex, [pages.keys[position] for position in left])
+            named += left[:done]
+            if done == len(left):
+                return
+            position, left = left[done], left[done + 1 :]
+            try:
+                self._files.publish(self._temporaries[position], page_name(self._namespace_hex, pages.keys[position]))
+                named.append(position)
+            except OSError as error:
+                if unnamed is None:
+                    return
+                unnamed.discard(position)
+                self._refuse([position], error)
+                if _says_full(error):
+                    return  # the pages after it would follow a hole
+
+    def _take_room(self, size: int, before_reserving: Callable[[Index], None]) -> bool:
+        """Take room from that of the last transaction, or from a new one if calls follow each other closely."""
+        if self._room.take(size):
+            return True
+        if not self._room.is_open or size > self._capacity.room_bytes(self._files.frame_bytes):
+            return False
+        try:
+            with self._store.transaction(self._pages.deadline) as index:
+                before_reserving(index)
+                self._capacity.grant(index, self._namespace, self._room, self._files.frame_bytes, self._pages.errors)
+        except (OSError, sqlite3.Error):
+            return False  # the next transaction has the same error, and tells it
+        return self._room.take(size)
+
+    def _write_in_room(self, before_reserving: Callable[[Index], None]) -> bool:
+        """Store the pages in the room, so that the next transaction writes their rows. Return False if there is none,
+        or after a failure: then the pages in `_todo` are left."""
+        pages, named = self._pages, list[int]()
+        size = len(self._todo) * pages.codec.frame_bytes
+        if not self._take_room(size, before_reserving):
+            return False
+        self._taken_bytes = size
+        try:
+            self._write_shares()
+            if not self._has_failed:
+                self._rename(named, None)
+        finally:
+            self._room.put(size, [
+                Stored(self._namespace, [pages.keys[p] for p in some], [pages.parents[p] for p in some], length,
+                       self._used_us)
+                for length in {self._lengths[position] for position in named}
+                if (some := [position for position in named if self._lengths[position] == length])
+            ])
+            self._taken_bytes = 0
+            for position in named:
+                pages.stored(position)
+                del self._temporaries[position]
+        if not self._has_failed and not self._temporaries:
+            return True
+        self._room.end()
+        for temporary in self._temporaries.values():
+            self._discard(temporary)
+        self._temporaries.clear()
+        self._todo = [position for position in self._todo if position not in set(named)]
+        return False
+
     def _make_room_for_the_index(self) -> None:
         """On a full disk, remove the last written pages, to make room for the rows of the others without a hole."""
         growth = _INDEX_GROWTH_BYTES + len(self._todo) * _INDEX_GROWTH_BYTES_PER_ROW
@@ -385,9 +488,9 @@ class FileWrites:
         # A slow thread may have detected the full disk at an early page. There is room for that one now.
         self._full = False
         last = max(self._temporaries, default=-1)
-        for number, position in enumerate(self._todo):
+        for position in self._todo:
             if position < last and position not in self._temporaries:
-                self._write(number)
+                self._write_share([position])
         hole = min(position for position in self._todo if position not in self._temporaries)
         for position in [position for position in self._temporaries if position > hole]:
             self._reject(position)

@@ -21,7 +21,7 @@ from ...backoff import Backoff
 from ...clock import Clock
 from ...config.guard import GuardConfig, Override
 from ...errors import InvariantError
-from ...histogram import BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram, HistogramStatistics, LatencyStatistics
+from ...histogram import BOUNDS_S, SIZE_BOUNDS_BYTES, Histogram, HistogramStatistics
 from ..base import Direction, GetOutcome, SetOutcome
 from ..calls import Call, CallResult, Calls, Refusal, Verb
 from ..errors import ErrorKind, StoreError
@@ -35,8 +35,7 @@ _CHANGES_MAX = 64
 # A retry budget starts full: a few calls, and the pages of two usual batches.
 BURST_CALLS = 4.0
 BURST_PAGES = 256.0
-# Each time that all pages are damaged again, the back-off grows by this factor, up to an hour: an operator needs time
-# for a repair.
+# Each time that all pages are damaged again, the back-off grows by this factor, up to an hour: a repair takes time.
 _DAMAGE_BACKOFF_GROWTH = 4
 _DAMAGE_BACKOFF_S_MAX = 3600.0
 # After a single failed call, a probe must find out quickly whether the store still answers, before more calls hang. The
@@ -52,7 +51,7 @@ class GuardStatistics:
     refused: Mapping[tuple[Direction, Refusal], int]
     failures: Mapping[tuple[Direction, str], int]
     retried_calls: Mapping[Direction, int]
-    latency: Mapping[Verb, LatencyStatistics]
+    latency: Mapping[Verb, HistogramStatistics]
     in_flight_calls: int
     in_flight_bytes: int
     overdue_calls: int
@@ -181,8 +180,7 @@ class AdmissionControl(Calls):
     # Calls
 
     def _admit(self, call: Call) -> None:
-        """See Calls. Waits in order of arrival until the bytes of the call fit in the in-flight limit, at most until
-        its deadline."""
+        """See Calls. Waits in order of arrival until the in-flight limit has room for the call, or its deadline."""
         breaker = self._breakers[call.verb.direction]
         if self.probe_at < math.inf:
             self._tend()
@@ -220,8 +218,7 @@ class AdmissionControl(Calls):
             self._record(call, call.result, time_s)
 
     def grant_retry(self, call: Call, pages: int) -> int:
-        """Return how many pages of a call may be retried: 0 if the breaker opened since its start or the budget is
-        spent."""
+        """Return how many pages of a call may be retried: 0 if the breaker has opened since or the budget is spent."""
         direction = call.verb.direction
         with self._lock:
             if call.overdue or self._closed or self._breakers[direction].round != call.round:
@@ -329,7 +326,7 @@ class AdmissionControl(Calls):
                 refused=dict(self._refused),
                 failures=dict(self._failures),
                 retried_calls=dict(self._retried_calls),
-                latency={verb: histogram.latency() for verb, histogram in self._latency.items()},
+                latency={verb: histogram.statistics() for verb, histogram in self._latency.items()},
                 in_flight_calls=len(self._in_flight),
                 in_flight_bytes=self._in_flight_bytes,
                 overdue_calls=sum(call.overdue for call in self._in_flight),

@@ -38,8 +38,7 @@ class BreakerState(enum.IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class BreakerStatistics:
-    """A snapshot of a breaker. `state` includes the override; `reason` is the cause of the last opening, empty if it
-    never opened."""
+    """A snapshot of a breaker. `state` includes the override; `reason` is why it opened last, empty if it never did."""
 
     state: BreakerState
     override: Override

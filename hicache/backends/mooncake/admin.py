@@ -53,8 +53,7 @@ class Admin:
         return self._ask("/get_all_keys").split("\n")[:-1]
 
     def sizes(self, keys: Sequence[str]) -> Iterator[tuple[str, int]]:
-        """Yield those of `keys` that are stored, each with its size in bytes. Grants no leases, unlike a client's
-        lookup."""
+        """Yield each of `keys` that is stored, with its size in bytes. Unlike a client's lookup, grants no leases."""
         for start in range(0, len(keys), _KEYS_PER_QUESTION):
             some = keys[start : start + _KEYS_PER_QUESTION]
             answer = self._ask("/batch_query_keys?keys=" + ",".join(quote(key) for key in some))

@@ -119,8 +119,7 @@ class MooncakeWrites:
                 self._hold_chain()
 
     def _put(self, positions: list[int], path: BufferPath) -> None:
-        """Store the pages on the path. If the store is full, retry up to FULL_TRIES times while it evicts; then reject
-        the pages."""
+        """Store the pages on the path. While a full store evicts, retry, up to FULL_TRIES times; then reject them."""
         names, deadline = self._names(positions), self._pages.deadline
         left = list(range(len(positions)))
         for _ in range(FULL_TRIES):

@@ -65,9 +65,8 @@ class PathSelector:
 
     `slow` is True after a failure that hung or may hang next time, until pages are moved again. While it is True,
     registered pages are also copied, so that a verb can abandon a hanging call. `registered` has the start and end
-    address of each registered memory.
-    Invariant: each slot is either free or taken by one path. The constructor raises BackendError without memory for the
-    slots.
+    address of each registered memory. Invariant: each slot is either free or taken by one path. The constructor raises
+    BackendError without memory for them.
     """
 
     def __init__(
@@ -143,8 +142,7 @@ class PathSelector:
         return places if loose < _LOOSE_BYTES_MAX else [None] * len(page)
 
     def take(self, count_max: int, deadline: float) -> list[int]:
-        """Take one to `count_max` slots; return an empty list if none is free by the deadline. Blocks only while all
-        are taken."""
+        """Take one to `count_max` slots; none if none is free by the deadline. Blocks only while all are taken."""
         with self._state:
             self.clock.wait_for(self._state, lambda: bool(self._free), deadline)
             taken, self._free = self._free[:count_max], self._free[count_max:]
@@ -239,8 +237,7 @@ class BufferPath:
             staged[:] = buffer
 
     def fetch(self, index: int, size: int) -> None:
-        """Copy the `size` bytes that the library has read for the page at `index` from the bounce buffer to its
-        buffers."""
+        """Copy the `size` bytes that the library has read for page `index` from the bounce buffer to its buffers."""
         in_one_piece = len(self.sizes[index]) == 1  # such a page may be shorter than its buffers
         for buffer, staged in self._copies[index]:
             count = max(0, min(size, buffer.nbytes)) if in_one_piece else buffer.nbytes

@@ -45,8 +45,7 @@ def join_store(options: MooncakeStorageOptions, clock: Clock = SYSTEM_CLOCK) -> 
     """Return this process's client for the store in `options`, set up if there is none; and threads for calls that a
     verb may abandon. The library cannot be interrupted, and waits 30 s for a hanging daemon.
 
-    Blocks during the setup. Raises ConfigError if the library is missing, BackendUnavailable if the store cannot be
-    joined.
+    Blocks during the setup. Raises ConfigError without the library, BackendUnavailable if the store cannot be joined.
     """
     place = (
         options.master, options.daemon, options.segment, options.host, options.metadata, options.protocol,
@@ -159,8 +158,7 @@ class Client:
         return codes.checked(self._store.batch_is_exist(keys), len(keys))
 
     def get(self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int]:
-        """Read whole pages, each into its pieces of memory; return the size of each in bytes. A page that is too long
-        is not read."""
+        """Read whole pages, each into its pieces of memory; return their sizes in bytes. A longer page is not read."""
         store: Any = self._store
         if all(len(pieces) == 1 for pieces in addresses):
             found = store.batch_get_into(keys, [one for one, in addresses], [one for one, in sizes])
@@ -177,8 +175,7 @@ class Client:
             return [codes.UNREADABLE]
 
     def put(self, keys: list[str], addresses: list[list[int]], sizes: list[list[int]]) -> list[int]:
-        """Store pages, each from its pieces of memory. A page that is already stored is not changed, with the same
-        return code."""
+        """Store pages, each from its pieces of memory. A page that is already stored is unchanged, and OK too."""
         store: Any = self._store
         if all(len(pieces) == 1 for pieces in addresses):
             found = store.batch_put_from(keys, [one for one, in addresses], [one for one, in sizes])

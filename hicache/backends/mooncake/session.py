@@ -31,8 +31,7 @@ from .client import GRACE_S, join_store
 
 _log = logging.getLogger(__name__)
 
-# The shortest time between replacements: a new session may not help either, and each costs threads, memory and a
-# second.
+# The shortest time between replacements: a new session may not help either, and costs threads, memory and a second.
 RENEW_EVERY_S = 5.0
 # Sessions that may hang at the same time while they are made or left.
 _HANGING_MAX = 4

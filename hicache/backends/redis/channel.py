@@ -14,7 +14,9 @@ A channel belongs to one call at a time and has no lock.
 from __future__ import annotations
 
 import contextlib
+import errno
 import math
+import os
 import select
 import socket
 import ssl
@@ -24,6 +26,7 @@ from typing import Any, TypeAlias
 
 from ...clock import SYSTEM_CLOCK, Clock
 from ...frame import TagStream, first_bytes, without_first
+from ...lazy import native
 from ..errors import ErrorKind, StoreError
 from .errors import ErrorReply, failure_of
 
@@ -40,9 +43,7 @@ _PIECE_MAX_BYTES = 1 << 20
 _PIECE_MIN_BYTES = 64 << 10
 # Linux moves at most this many buffers in one call (IOV_MAX).
 _BUFFERS_MAX = 1024
-# A body that cannot be a page is read and discarded in pieces of the first size. Beyond the second, closing the
-# connection is faster.
-_DRAIN_BYTES = 256 << 10
+# A body that cannot be a page is read and discarded. Beyond this size, closing the connection is faster.
 _DRAIN_MAX_BYTES = 4 << 20
 # The limits of one reply that is not a page. The longest are CLUSTER SLOTS if no two neighbouring slots share a node
 # (about 210,000 elements, 3 MiB), and one step of SCAN: about 1,000 keys, possibly of other users.
@@ -55,6 +56,13 @@ _LENGTH_DIGITS_MAX = 20
 _ONE_LINE_KINDS = (b"+", b"-", b":")
 # struct timeval: seconds and microseconds. Zero for both would mean no timeout.
 _TIMEVAL = struct.Struct("@ll")
+
+_exchange_pages = native("exchange_pages")
+# The outcome of a reply of `Channel.exchange`: a page that is verified, or was stored.
+VERIFIED = -1
+# For `Channel.exchange`: heads, pages and tails of the requests (to read: heads, and the pages of all replies); keys of
+# the pages; their parents, to write; `FrameCodec.fields`, with which they are verified or sealed there.
+Batch: TypeAlias = tuple[list[bytes], list[list[memoryview]], list[bytes], list[bytes], list[bytes | None] | None, Any]
 
 
 class Oversize(Exception):
@@ -143,24 +151,16 @@ class Channel:
         """Send requests that will have `replies` replies. Copies no bytes."""
         self._owed += replies
         try:
-            if self._tls is not None:
-                for part in parts:
-                    self._send_all(memoryview(part), deadline)
-                return
             left = [memoryview(part) for part in parts]
             while left:
                 self._arm(deadline)
-                left = without_first(left, self._sock.sendmsg(left[:_BUFFERS_MAX]))
+                count = self._sock.sendmsg(left[:_BUFFERS_MAX]) if self._tls is None else self._sock.send(left[0])
+                left = without_first(left, count)
             return
         except OSError as error:
             failure = self._last_words(error, deadline) or self._broken_by(error, deadline)
         # Outside the handler: the chain of exceptions must not hold the TLS library's text, which quotes host names.
         raise failure
-
-    def _send_all(self, part: memoryview, deadline: float) -> None:
-        while part:
-            self._arm(deadline)
-            part = part[self._sock.send(part) :]
 
     def _arm(self, deadline: float) -> None:
         """Set the timeout of the next socket operation from the deadline. Raises TimeoutError after the deadline."""
@@ -298,44 +298,31 @@ class Channel:
             return None
         if fits(length):
             self._read_body([one for one in first_bytes(buffers, length) if one.nbytes], tag, deadline)
-        else:
-            if length > _DRAIN_MAX_BYTES:
-                self.close()
-                raise Oversize(length)
-            sink = memoryview(bytearray(min(length, _DRAIN_BYTES)))
-            for start in range(0, length, _DRAIN_BYTES):
-                self._read_body([sink[: length - start]], None, deadline)
+        elif length > _DRAIN_MAX_BYTES:
+            self.close()
+            raise Oversize(length)
+        elif length:
+            self._read_body([memoryview(bytearray(length))], None, deadline)
         self._end_of_body(deadline)
         self._owed -= 1
         return length
 
     def _read_body(self, buffers: Sequence[memoryview], tag: TagStream | None, deadline: float) -> None:
-        """Fill all buffers, in order. REQUIRES: no buffer is empty."""
-        index = start = seen = 0  # the buffer being filled, its bytes received, and its bytes added to the tag
-        while index < len(buffers):
-            start += self._receive_piece(buffers, index, start, deadline)
-            while index < len(buffers):
-                buffer = buffers[index]
-                end = min(start, buffer.nbytes)
-                is_full = end == buffer.nbytes
-                if tag is not None and (is_full or end - seen >= _PIECE_MIN_BYTES):
-                    tag.add(buffer[seen:end])
-                    seen = end
-                if not is_full:
-                    break
-                index, start, seen = index + 1, start - end, 0
-
-    def _receive_piece(self, buffers: Sequence[memoryview], index: int, start: int, deadline: float) -> int:
-        """Receive up to _PIECE_MAX_BYTES bytes, from `start` in the buffer `index` on; return the count. Takes the
-        bytes that were read ahead first."""
-        target = buffers[index][start : start + _PIECE_MAX_BYTES]
-        if self._end > self._start:
-            count = min(self._end - self._start, len(target))
-            target[:count] = self._view[self._start : self._start + count]
-            self._start += count
-            return count
-        behind = buffers[index + 1 : index + _BUFFERS_MAX]
-        return self._receive([target, *first_bytes(behind, _PIECE_MAX_BYTES - len(target))], deadline)
+        """Fill all buffers, in order, and add them to `tag`. Takes the bytes that were read ahead first."""
+        left = untagged = buffers
+        fresh = 0  # the received bytes of `untagged`
+        while left:
+            if self._end > self._start:
+                count = min(self._end - self._start, left[0].nbytes)
+                left[0][:count] = self._view[self._start : self._start + count]
+                self._start += count
+            else:
+                count = self._receive(first_bytes(left[:_BUFFERS_MAX], _PIECE_MAX_BYTES), deadline)
+            left, fresh = without_first(left, count), fresh + count
+            if tag is not None and (fresh >= _PIECE_MIN_BYTES or not left):
+                for part in first_bytes(untagged, fresh):
+                    tag.add(part)
+                untagged, fresh = without_first(untagged, fresh), 0
 
     def _end_of_body(self, deadline: float) -> None:
         while self._end - self._start < 2:
@@ -343,6 +330,36 @@ class Channel:
         if self._buffer[self._start : self._start + 2] != b"\r\n":
             raise self._not_redis("a value longer than announced")
         self._start += 2
+
+    @property
+    def exchanges(self) -> bool:
+        """True if `exchange` works: with the native helper and without TLS."""
+        return _exchange_pages is not None and self._tls is None
+
+    def exchange(
+        self, batch: Batch, earlier: int, left: int, depth: int, deadline: float
+    ) -> tuple[list[int | None], int, StoreError | None]:
+        """Send the requests of a batch, at most `depth` in flight, and receive the replies to the `earlier` requests in
+        flight and to these, natively and in one call, until at most `left` are in flight.
+
+        Return the complete replies, in order: None for a missing value, VERIFIED, or the length of a value that Python
+        has to verify; the number of requests that were sent; and the failure that ended it. Without a failure it ends
+        early before a reply of another kind or length, which the other methods can read.
+        REQUIRES: `exchanges`.
+        """
+        self._owed += (count := len(batch[0]))
+        first_s = self._timeout_s if self.answered else min(self._timeout_s, self.first_reply_s)
+        code, replies, sent, self._start, self._end, answered = _exchange_pages(
+            self._sock.fileno(), earlier, left, *batch, self._buffer, (self._start, self._end), depth,
+            (deadline - self._clock(), self._timeout_s, first_s),
+        )
+        self._armed_s = -1.0  # it has set its own timeout
+        self.answered = self.answered or bool(answered)
+        self._owed -= count - sent + len(replies)
+        if code == errno.EBADMSG:
+            return replies, sent, self._not_redis("a value longer than announced")
+        error = OSError(code, os.strerror(code))
+        return replies, sent, (self._last_words(error, deadline) or self._broken_by(error, deadline)) if code else None
 
     def call(self, *arguments: bytes, deadline: float, bytes_max: int = _REPLY_MAX_BYTES) -> Reply:
         """Send one command and return its reply, as `read_reply` does."""

@@ -138,7 +138,7 @@ class RedisDriver:
             "redis", min(options.connections * shards, max(options.connections, _THREADS_MAX)) - 1,
             clock=clock,
         )
-        self._context = RedisContext(options, router, self._pools, workers, clock)
+        self._context = RedisContext(options, router, self._pools, workers, clock, codec is not None)
 
     def find(self, namespace: bytes, keys: Sequence[bytes], deadline: float) -> list[Answer]:
         """See Driver. One round trip per server, to all servers in parallel."""

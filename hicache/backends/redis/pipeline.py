@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ...clock import Clock
 from ...config.redis_storage import RedisStorageOptions
@@ -53,8 +53,7 @@ return redis.call('UNLINK', key)
 """
 
 
-@dataclass(frozen=True, slots=True)
-class StoredValue:
+class StoredValue(NamedTuple):
     """The value stored under a page's key: its length, -1 if it is not a string, and its first bytes if read."""
 
     length: int
@@ -70,6 +69,7 @@ class RedisContext:
     pools: Pools
     workers: SupervisedPool[Any]
     clock: Clock
+    has_codec: bool  # False for a driver that moves objects of any length
 
     def names(self, namespace: bytes, keys: Sequence[bytes]) -> list[bytes]:
         """Return the Redis keys of pages."""
@@ -263,15 +263,15 @@ def exists(
     """Return YES for each stored name. With `refresh` this counts as a use; a plain lookup does not."""
     ttl_s = context.options.ttl if refresh else None
     if ttl_s is None:
-        request = _template(b"TOUCH" if refresh else b"EXISTS", names)
+        request = template(b"TOUCH" if refresh else b"EXISTS", names)
     else:
-        request = _template(b"PEXPIRE", names, b"%d" % round(ttl_s * 1000))
+        request = template(b"PEXPIRE", names, b"%d" % round(ttl_s * 1000))
     return KeyRequests(context, names, request, to_read=to_read, deadline=deadline).ask()
 
 
 def unlink(context: RedisContext, names: Sequence[bytes], deadline: float) -> list[Answer]:
     """Remove the values of `names`. Return YES for each that was stored."""
-    return KeyRequests(context, names, _template(b"UNLINK", names), to_read=False, deadline=deadline).ask()
+    return KeyRequests(context, names, template(b"UNLINK", names), to_read=False, deadline=deadline).ask()
 
 
 def unlink_same(
@@ -296,7 +296,7 @@ def failures(answers: Iterable[Answer]) -> list[str]:
     return [answer for answer in answers if not isinstance(answer, bytes)]
 
 
-def _template(verb: bytes, names: Sequence[bytes], *more: bytes) -> Callable[[int], bytes]:
+def template(verb: bytes, names: Sequence[bytes], *more: bytes) -> Callable[[int], bytes]:
     """Return a function that makes the request `verb name more...` for a position. All names of one backend are equally
     long, so the requests differ only in the name."""
     if not names:

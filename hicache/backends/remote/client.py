@@ -76,8 +76,7 @@ class Access:
 
 
 def open_access(options: RemoteStorageOptions, environ: Mapping[str, str] | None = None) -> Access:
-    """Read the secrets of `options`. Raises ConfigError for an unreadable one, and if the daemon's address is
-    unknown."""
+    """Read the secrets of `options`. Raises ConfigError for an unreadable one, and if the address is unknown."""
     environ = os.environ if environ is None else environ
     what = "remote storage: token"
     token = Rotated(
@@ -123,9 +122,7 @@ class DaemonClient:
         Raises Refused and StoreError."""
         left_s = self._time_left(deadline)
         body = b"" if fields is None else _body(fields, keys, left_s)
-        return self._exchange(
-            method, path, _JSON, [memoryview(body)], self._read_fields, left_s, may_repeat=may_repeat
-        )
+        return self._exchange(method, path, _JSON, [memoryview(body)], self._read_fields, left_s, may_repeat=may_repeat)
 
     def send_pages(
         self, path: str, query: Mapping[str, object], pages: Sequence[memoryview], *, deadline: float

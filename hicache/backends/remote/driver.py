@@ -189,9 +189,7 @@ class RemoteDriver:
 
     def measure(self) -> Usage:
         deadline = self._clock() + _USAGE_S
-        answer = self._again(
-            lambda: self._client.call("GET", f"{self._path}/usage", deadline=deadline), deadline
-        )
+        answer = self._again(lambda: self._client.call("GET", f"{self._path}/usage", deadline=deadline), deadline)
         capacity = None if answer.get("capacity_bytes") is None else number_of(answer, "capacity_bytes")
         return Usage(number_of(answer, "pages"), number_of(answer, "bytes"), capacity)
 
@@ -209,17 +207,14 @@ class RemoteDriver:
     def _open_namespace(self, deadline: float) -> None:
         """Register this namespace with the daemon, within `options.open_timeout`. Raises StoreError."""
         codec, deadline = self.codec, min(deadline, self._clock() + self.options.open_timeout)
-        fields = {
-            "payload_bytes": codec.payload_bytes, "weights_epoch": codec.weights_epoch, "label": codec.label,
-        }
+        fields = {"payload_bytes": codec.payload_bytes, "weights_epoch": codec.weights_epoch, "label": codec.label}
         answer = self._client.call("PUT", self._as_engine, fields, deadline=deadline)
         if answer.get("frame_bytes") != codec.frame_bytes:
             raise StoreError(ErrorKind.PROTOCOL, "the daemon has frames of another size")
         self._body_pages_max = max(1, min(number_of(answer, "body_pages_max"), _BODY_BYTES // codec.frame_bytes))
 
     def _again(self, request: Callable[[], T], deadline: float, reattach: Callable[[], None] = lambda: None) -> T:
-        """Make a request. If the daemon does not know the namespace or memory, register it and repeat the request
-        once."""
+        """Make a request. If the daemon does not know the namespace or memory, register it and repeat once."""
         try:
             return request()
         except Refused as error:

@@ -107,8 +107,7 @@ class SharedFrames:
             raise
 
     def fence(self, mapping: str) -> None:
-        """Wait until operations of the daemon with `mapping` can no longer access a frame. See the module's
-        docstring."""
+        """Wait until operations of the daemon with `mapping` no longer access a frame. See the module's docstring."""
         self.forget(mapping)
         backoff = Backoff(_FENCE_S_MIN, _FENCE_S_MAX)
         with self._fencing:

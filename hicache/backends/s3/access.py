@@ -286,9 +286,7 @@ def _from_boto(options: S3StorageOptions, session: Any, deadline: float, clock: 
 
     found = _found_by(session, deadline, clock)
     if isinstance(found, RefreshableCredentials):
-        return Refreshed(
-            "s3-credentials", lambda: _frozen(found), _CREDENTIALS_AGE_MAX_S, _CREDENTIALS_USABLE_S, clock
-        )
+        return Refreshed("s3-credentials", lambda: _frozen(found), _CREDENTIALS_AGE_MAX_S, _CREDENTIALS_USABLE_S, clock)
 
     def load() -> Credentials:
         by = clock() + options.open_timeout

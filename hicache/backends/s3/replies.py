@@ -1,8 +1,7 @@
 """Parsing of replies: the error kind by status and code, and the few needed fields of XML documents.
 
 A hostile store may send any bytes. Documents are read as UTF-8, must not declare entities, and have limits on depth and
-on the number and length of tags. So parsing takes memory of a small multiple of the body's size, which the client
-limits.
+on the number and length of tags. So parsing takes a small multiple of the body's size, which the client limits.
 """
 
 from __future__ import annotations

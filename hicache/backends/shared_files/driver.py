@@ -63,8 +63,7 @@ class SharedFilesDriver:
     identity of a file distinguishes it from its successor.
 
     `codec` is None for a tool: then the store must exist. The constructor raises NotOurs, and BackendUnavailable for a
-    directory that cannot be used, also if the mount does not answer within 10 s. Open it after a fork. `system` is for
-    tests.
+    directory that cannot be used, also if its mount hangs for 10 s. Open it after a fork. `system` is for tests.
     """
 
     def __init__(
@@ -77,10 +76,7 @@ class SharedFilesDriver:
         self._is_tool = codec is None
         self._calls = AbandonableCalls(options.io_threads, clock)
         self._root = self._open()
-        self._files = PageFiles(
-            self._root.fd, (lambda length: True) if codec is None else codec.fits, system=self._system,
-            direct_io=False, sync=False,
-        )
+        self._files = PageFiles(self._root.fd, codec, system=self._system, direct_io=False, sync=False)
         self._lease = SweepLease(self._system, self._root, clock)
         self._listing = Listing(self._system, self._root, clock)
         self._writes = SharedFileWrites(self._system, self._root, self._files, self._calls, clock)
@@ -156,8 +152,7 @@ class SharedFilesDriver:
         return list(answers)  # a thread that hangs may still write into the other list
 
     def _use(self, name: str, page: PageId, used_s: float) -> None:
-        """Record the use of a page whose file has the time `used_s`, at most once per TOUCH_S. A failure costs only the
-        recency."""
+        """Record the use of a page whose file has the time `used_s`, once per TOUCH_S. A failure costs only recency."""
         now_s = self._clock()
         with self._lock:
             is_fresh = now_s - self._touched.get(page, -math.inf) < TOUCH_S

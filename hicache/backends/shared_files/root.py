@@ -120,8 +120,7 @@ def open_root(path: str | os.PathLike[str], *, create: bool, system: System, clo
     """Open a store's root. With `create`, turn an empty or missing directory into one; the directory above it must
     exist, because a missing mount point is not created.
 
-    Blocks on the file system. Raises NotOurs for a directory with other files, BackendUnavailable for one that cannot
-    be used.
+    Blocks on the file system. Raises NotOurs for a directory with other files, BackendUnavailable for an unusable one.
     """
     absolute = os.path.abspath(os.fspath(path))
     try:

@@ -12,8 +12,7 @@ from ..chains import Chains, parent_in, read_header
 from ..stored import StoredPages
 from .verify import encoding_name, tag_name
 
-# Pages of a namespace whose headers are read to say what it is: all have the same model, but tags and encodings may
-# change.
+# Pages of a namespace whose headers are read to say what it is: all have one model, but tags and encodings may change.
 SAMPLES = 8
 # Upper limits of the age classes, in seconds; older pages are in one further class.
 AGE_BOUNDS_S = (3600.0, 86_400.0, 7 * 86_400.0, 30 * 86_400.0)

@@ -35,8 +35,7 @@ def page_router(history: History) -> APIRouter:
 
     @router.get("/history", tags=["probes"])
     async def last_hour(since: Annotated[float, Query(ge=0, allow_inf_nan=False)] = 0) -> dict[str, Any]:
-        """Return the samples of the last hour that are younger than `since`, in seconds since 1970, and recent
-        faults."""
+        """Return the samples of the last hour after `since`, in seconds since 1970, and recent faults."""
         return history.as_json(since)
 
     return router

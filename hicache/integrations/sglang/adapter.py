@@ -66,8 +66,7 @@ class HiCacheStore(HiCacheStorage):
             raise ConfigError(f"{OPTIONS}: tp_lcm_size: pages split by heads are not supported by HiCache; remove it")
 
     def register_mem_pool_host(self, mem_pool_host: EngineHostPool) -> None:
-        """Open storage, for the pages of the pool if it has bytes. Blocks while weights are fingerprinted for the first
-        time."""
+        """Open storage, for the pages of the pool if it has bytes. Blocks while new weights are fingerprinted."""
         super().register_mem_pool_host(mem_pool_host)
         if isinstance(mem_pool_host, LogicalHostPool):
             self._require_in_place(mem_pool_host)

@@ -23,8 +23,7 @@ ALL_PAGES, TRAILING_PAGES = "all_pages", "trailing_pages"
 
 
 class PoolTransfer(Protocol):
-    """The used fields of SGLang's PoolTransfer. In a lookup, `keys` are placeholders, of which only the number counts,
-    or None."""
+    """The used fields of SGLang's PoolTransfer. In a lookup, only the number of `keys` counts, or they are None."""
 
     name: str
     keys: Sequence[str] | None

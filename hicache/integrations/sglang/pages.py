@@ -82,8 +82,7 @@ class HostPages:
     def flat_view(self, page: torch.Tensor) -> PageView:
         """Return a page outside the pool, with the bytes of SGLang's `get_data_page`, and a new header, so unsealed.
 
-        REQUIRES: `is_flat`. Raises InvalidInput unless it is a contiguous tensor in host memory with the bytes of a
-        page.
+        REQUIRES: `is_flat`. Raises InvalidInput unless it is a contiguous host tensor with the bytes of a page.
         """
         page, size = instance("sglang: a page", page, torch.Tensor), self.shape.payload_bytes
         if page.device.type != "cpu" or not page.is_contiguous() or page.nbytes != size:

@@ -164,8 +164,7 @@ class HiCacheTree(BasePrefixCache):
         return self.cache.root
 
     def dfs_weight_order(self, node_handles: Sequence[Prefix]) -> list[int]:
-        """Return the order of requests, by the handles of their prefixes, that keeps those with common prefixes
-        together."""
+        """Return the order of requests, by the handles of their prefixes, that keeps common prefixes together."""
         roots = {id(root): root for root in map(root_of, node_handles)}
         order: list[int] = _dfs_weight_order(Roots(roots), [handle.node for handle in node_handles], lambda node: node)
         return order

@@ -223,6 +223,7 @@ class _Scheduler:
         self.decisions = SchedulerSide(
             cache, engine.layout, layerwise=engine.layerwise, blocks_of=blocks_of,
             shares_blocks=engine.vllm.cache_config.enable_prefix_caching,
+            in_lockstep=engine.vllm.parallel_config.data_parallel_size > 1,
         )
         self._metrics = serve_metrics(engine.config, cache.statistics)
         self._admin = serve_admin(engine.config, cache, namespace)

@@ -135,7 +135,7 @@ class VllmEngine:
         processes = None if self.config.host.shared.name else self.layout.ranks + 1
         shape = self.layout.shape
         pages = host_pages(self.config.host, shape, self.blocks // self.layout.blocks_per_page, shared=True)
-        pool = SharedHostPool.open(self.name, shape, pages, processes=processes, pin=pin, timeout_s=_OPEN_S)
+        pool = SharedHostPool(self.name, shape, pages, processes=processes, pin=pin, timeout_s=_OPEN_S)
         if not worker:
             pool.claim()
         return pool

@@ -35,7 +35,8 @@ class Step:
 
     `flush` are the requests that lose their blocks in this step: their saves must end before the forward writes.
     `release` are the ended requests whose blocks vLLM keeps until their saves have ended. `measured` has the tokens of
-    a forward to measure, which does not wait for loads; None for the others.
+    a forward to measure, which does not wait for loads; None for the others. An `idle` step computes nothing, so it may
+    wait for a load.
     """
 
     loads: list[CopyJob] = field(default_factory=list)
@@ -44,6 +45,7 @@ class Step:
     flush: list[str] = field(default_factory=list)
     release: list[str] = field(default_factory=list)
     measured: Forward | None = None
+    idle: bool = False
 
 
 @dataclass(slots=True)

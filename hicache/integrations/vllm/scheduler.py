@@ -49,8 +49,8 @@ logger = logging.getLogger(__name__)
 
 # After this time without a call the engine is idle, or computes a long step, and the thread calls `poll`.
 _IDLE_S = 0.02
-# The pause of a step that computes nothing because its requests wait for storage: vLLM repeats it at once, and a busy
-# loop would take the interpreter's lock from the reading threads.
+# The pause of a step that computes and loads nothing, because its requests wait for storage: vLLM repeats it at once,
+# and a busy loop would take the interpreter's lock from the reading threads.
 _REST_S = 0.0005
 # How long a request waits for the identity of its adapter; then it shares no pages. Reading 1 GB takes about a second.
 _IDENTIFY_S = 2.0
@@ -112,13 +112,13 @@ class SchedulerSide:
     """See the module's docstring. `layerwise`: the forward waits for loads layer by layer, instead of vLLM scheduling
     the request after they have ended. `shares_blocks`: vLLM's prefix cache is on. Otherwise each request loads its own
     copy of a page. `blocks_of` returns the blocks of a page of a request, for events that routers read; None for events
-    without them. `on_device` is True for the hash of a block that vLLM's prefix cache has. Owns the cache: `close`
-    closes it.
+    without them. `in_lockstep`: other engines wait for each step of this one. `on_device` is True for the hash of a
+    block that vLLM's prefix cache has. Owns the cache: `close` closes it.
     """
 
     def __init__(
         self, cache: HostCache, layout: BlockLayout, *, layerwise: bool = False, shares_blocks: bool = True,
-        blocks_of: Callable[[Any, int], PageBlocks] | None = None,
+        blocks_of: Callable[[Any, int], PageBlocks] | None = None, in_lockstep: bool = False,
     ) -> None:
         self.cache = cache
         self.on_device: Callable[[bytes], bool] = lambda _: False
@@ -128,6 +128,7 @@ class SchedulerSide:
         self._layerwise = layerwise
         self._shares_blocks = shares_blocks
         self._blocks_of = blocks_of
+        self._in_lockstep = in_lockstep
         self._lock = threading.RLock()
         self._requests: dict[str, _Tracked] = {}
         self._jobs: dict[int, _Open] = {}
@@ -231,7 +232,8 @@ class SchedulerSide:
         request."""
         with self._called():
             self.cache.poll()
-            orders = Step(layerwise=self._layerwise)
+            idle = not step.num_scheduled_tokens
+            orders = Step(layerwise=self._layerwise, idle=idle and not self._in_lockstep)
             # Includes a request that was aborted after it: its blocks were already free.
             preempted = step.preempted_req_ids or set()
             saving = {job.rid for job in self._jobs.values() if isinstance(job.handle, HostWrite)}
@@ -262,7 +264,7 @@ class SchedulerSide:
             forward = Forward(prompt_tokens, decoded_tokens)
             if not (self._layerwise and orders.loads) and self._times.is_wanted(forward):
                 orders.measured = forward
-        if not step.num_scheduled_tokens:
+        if idle and not orders.loads and (self._requests or self._release):
             self._clock.sleep(_REST_S)
         return orders
 

@@ -35,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 # A copy that takes longer than this is stuck, and its blocks are about to be overwritten or unmapped.
 _FLUSH_S_MAX = 120.0
+# How long a step that computes nothing waits for a load; otherwise vLLM repeats such steps, with 1 ms between them. A
+# request that arrives during the step waits for its end.
+_IDLE_WAIT_S = 0.01
 # Measured forwards that have not passed; more than vLLM has in flight.
 _FORWARDS_MAX = 4
 
@@ -141,7 +144,9 @@ class WorkerSide:
             self._saves[job.id] = _Copy(job, transfer)
 
     def collect(self, step: Step) -> Collected:
-        """Process all ended copies. Does not block."""
+        """Process all ended copies. In an idle step, first blocks shortly until the oldest load has ended."""
+        if step.idle and self._loads and (transfer := next(iter(self._loads.values())).transfer) is not None:
+            transfer.wait(_IDLE_WAIT_S)
         found = Collected()
         for copy in self._take_ended(self._loads):
             if not copy.layerwise:

@@ -144,8 +144,7 @@ class HiCacheTier(SecondaryTierManager):
         ]
 
     def take_events(self) -> Iterable[OffloadingEvent]:
-        """See vLLM's SecondaryTierManager: the chunks that this engine has stored, until it learns that they are gone.
-        """
+        """See vLLM's SecondaryTierManager: the chunks that this engine has stored, until it learns of their loss."""
         for _ in range(self._evicted.qsize()):
             self._withdraw(self._evicted.get_nowait())
         events, self._events = self._events, []

@@ -119,9 +119,7 @@ class ChunkTier:
     # Each step of the engine
 
     def lookup(self, name: bytes, request: str) -> bool | None:
-        """Return whether chunk `name` is stored, None while unknown; False at once while storage is closed. Does not
-        block.
-        """
+        """Return whether chunk `name` is stored, None while unknown; False while storage is closed. Does not block."""
         if not self._gate.admits(Direction.READ):
             self._gate.accounts.missing([self._key_of(name)], UNAVAILABLE)
             return False

@@ -25,14 +25,6 @@ _PACKAGES = (
 )
 
 
-def find_sglang(peer: str | None) -> Path | None:
-    """Return the folder of SGLang's package below `peer`, or of the installed package; None if there is none."""
-    if peer is not None:
-        return next((path.parent for path in Path(peer).rglob("sglang/__init__.py")), None)
-    spec = importlib.util.find_spec("sglang")
-    return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
-
-
 @contextmanager
 def _bare_packages(package: Path) -> Iterator[None]:
     """Make the packages importable without running them. Restores `sys.modules` at the end."""

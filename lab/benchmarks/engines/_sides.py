@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from lab.benchmarks._table import Row
+from lab.benchmarks._table import Row, rate
 
 # These settings keep freed memory: memory returned to the machine is touched again at only 0.5 GB/s.
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1073741824", "MALLOC_TRIM_THRESHOLD_": "17179869184"}
@@ -108,8 +108,8 @@ def rows_of(label: str, ours: Side, other: Side, page_bytes: int, pages: int) ->
         for kind, pick in (("best", min), ("median", statistics.median)):
             mine, theirs = pick(taken), pick(other.seconds[what])
             rows.append(Row(
-                f"{what} {label}, {kind} of {len(taken)}", f"{page_bytes * pages / mine / 1e9:.2f} GB/s",
-                f"{page_bytes * pages / theirs / 1e9:.2f} GB/s", theirs / mine,
+                f"{what} {label}, {kind} of {len(taken)}", rate(page_bytes * pages, mine),
+                rate(page_bytes * pages, theirs), theirs / mine,
             ))
         mine, theirs = (statistics.median(side.cpu_s[what]) / pages * 1e6 for side in (ours, other))
         what_cpu = f"{what} {label}, processor time a page"

@@ -34,7 +34,10 @@ Answers: TypeAlias = "dict[str, list[tuple[float, float, int]]]"
 
 _HOST_BYTES = 1 << 30
 _CALL_S = 120.0
-# Two of three processes of vLLM wait in loops, so on two cores some hits take 100 ms more: a median needs many.
+# One core is left to vLLM's scheduler, which waits for the worker in a loop. OpenMP's threads wait in a loop too, for
+# the last of them: with a thread for each of two cores, forwards of 10 ms took up to 0.4 s, in each of the ways.
+_THREADS = max(1, (os.cpu_count() or 1) - 1)
+# Other processes of the machine delay some hits: a median needs many.
 _HOST_ROUNDS = 6
 # Hits in host memory cost at most so much more than those of vLLM's own offloading.
 _HOST_GOAL = 1.1
@@ -88,7 +91,7 @@ def _open(model: Path, folder: Path, way: str, tokens: int) -> EngineProcess:
     """Start an engine. vLLM's offloading worker does not run on a CPU, so the tests' worker copies between blocks and
     primary tier."""
     cpu = vllm_environ(zeros=folder / "zeros")
-    environ = {**cpu, **MALLOC, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": str(os.cpu_count())}
+    environ = {**cpu, **MALLOC, "PYTHONHASHSEED": "0", "OMP_NUM_THREADS": str(_THREADS)}
     options = {"model": str(model), "kind": model.name, "connector": WAYS[way](folder), "tokens": tokens}
     engine = EngineProcess("lab.benchmarks.engines._vllm", options, folder=folder, environ=environ)
     engine.call("warm_up", timeout_s=_CALL_S)

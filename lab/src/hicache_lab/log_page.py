@@ -132,11 +132,16 @@ _SECTIONS: dict[str, dict[str, str]] = {
         "a minute.",
         "file store ...: open without": "SQLite cannot open or create the index; pages are still read. Check free "
         "space and permissions.",
-        "file store ...: waits": "Another process checks the store after a kill or a power failure; this one opens it "
-        "then ([why](formats/file_store.md#what-an-opening-checks)). Once a minute.",
-        "file store ...: rejects": "The last batch had no room: `capacity`, `free_space_floor`, a full disk (`ENOSPC`, "
-        "`EDQUOT`, `SQLITE_FULL`) or a read-only one (`EROFS`). See [HiCacheWritesRejected]"
-        "(runbooks.md#hicachewritesrejected). Once a minute.",
+        "file store ...: waits": "Another process checks the store after a power failure, or rebuilds its index; until "
+        "then this one reads pages and rejects new ones ([why](formats/file_store.md#what-an-opening-checks)). Once a "
+        "minute.",
+        "file store ...: compares": "At opening, after a kill, a power failure or a copy. Pages are read; after a kill "
+        "they are also stored.",
+        "file store ...: the comparison": "`they agree`, or the error. After an error, check the disk; the next "
+        "opening compares again.",
+        "file store ...: rejects": "`it compares its index with its files`: wait. Otherwise the last batch had no "
+        "room: `capacity`, `free_space_floor`, a full disk (`ENOSPC`, `EDQUOT`, `SQLITE_FULL`) or a read-only one "
+        "(`EROFS`). See [HiCacheWritesRejected](runbooks.md#hicachewritesrejected). Once a minute.",
         "file store ...: free_space_floor": "At opening, once an hour. Lower it, or use a larger disk.",
         "file store ...: capacity": "At opening, once an hour. The store keeps the pages that fit. Lower it, or "
         "use a larger disk.",

@@ -6,7 +6,6 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -16,7 +15,7 @@ from hicache.backends.redis.routing import _ASK_AGAIN_S
 from hicache.backends.store import Store
 from hicache.backends.stored import StoredPages
 from hicache.config.redis_storage import RedisStorageOptions
-from hicache.frame import Damage, FrameCodec
+from hicache.frame import FrameCodec, PageBuffer
 from hicache.units import MIB
 from hicache_lab.clocks import ManualClock
 from hicache_lab.conformance import (
@@ -322,16 +321,16 @@ def test_a_bug_on_one_connection_is_one_error_for_each_of_its_pages(
     with opened(valkey, codec) as (backend, store):
         keys = make_keys(8)
         store_chain(store, keys)
-        accept, other_lane = codec.accept, threading.Event()
+        buffers, other_lane = codec.buffers, threading.Event()
 
-        def broken(*arguments: Any) -> Damage | None:
+        def broken(page: PageBuffer) -> list[memoryview]:
             if threading.current_thread().name.startswith("hicache-redis"):
                 other_lane.set()
                 raise ValueError
             other_lane.wait(WAIT_S)  # so that the second lane gets a page too
-            return accept(*arguments)
+            return buffers(page)
 
-        monkeypatch.setattr(codec, "accept", broken)
+        monkeypatch.setattr(codec, "buffers", broken)
         outcomes = load(store, keys)
         assert GET_ERROR in outcomes
         assert backend.statistics().errors == {"internal": outcomes.count(GET_ERROR)}
