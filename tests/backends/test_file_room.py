@@ -282,15 +282,15 @@ def test_an_index_that_is_lost_gets_the_pages_of_the_room(tmp_path: Path) -> Non
 
 
 def test_a_full_store_makes_way_for_a_room(tmp_path: Path) -> None:
-    root, capacity = tmp_path / "s", 640 * PAGE
+    root, capacity = tmp_path / "s", 1280 * PAGE
     store = open_file(root, capacity=capacity)
-    keys = make_keys(640)
-    assert store_chain(store, keys) == [STORED] * 640
+    keys = make_keys(1280)
+    assert store_chain(store, keys) == [STORED] * 1280
     for number in range(40):
         assert singles(store, make_keys(2, f"more {number}")) == [STORED] * 2
         assert disk_usage(root)[1] <= capacity
     check(store, root)
-    assert disk_usage(root)[0] >= 620
+    assert disk_usage(root)[0] >= 1240
 
 
 @pytest.mark.parametrize("seed", seeds(2))

@@ -24,7 +24,7 @@ from .index import Index
 
 ROOM_WRITER = ".0"
 # Long enough for a burst of single pages, and far shorter than the silence after which an owner counts as dead.
-ROOM_S = 1.0
+ROOM_S = 5.0
 
 
 class Stored(NamedTuple):

@@ -140,6 +140,7 @@ class FileStore:
         self._behind: list[tuple[bytes, bytes]] = []  # directories that are still to be compared
         self.is_ready = False
         self._failure: BaseException | None = None
+        self._opener_id = 0
         self._opener = threading.Thread(target=self._open_and_compare, name="hicache-file-open", daemon=True)
         self._clock = clock
         self._pause_until = -math.inf
@@ -152,8 +153,11 @@ class FileStore:
         _stores.add(self)
         try:
             self._root_id = file_id(self.system.fstat(self.root_fd))
-            self._opener.start()
-            self._opener.join(None if keep_damaged else SERVE_AFTER_S)
+            try:
+                self._opener.start()
+                self._opener.join(None if keep_damaged else SERVE_AFTER_S)
+            except RuntimeError:  # the system cannot start more threads
+                self._open_and_compare()
             if self._failure is not None:
                 raise self._failure
             self._is_open = True
@@ -177,7 +181,7 @@ class FileStore:
 
     def _open_and_compare(self) -> None:
         """Run the opener's thread."""
-        words = "they agree"
+        self._opener_id, words = threading.get_ident(), "they agree"
         try:
             self._open()
             self.is_ready = True
@@ -277,7 +281,7 @@ class FileStore:
 
     @contextlib.contextmanager
     def _locked(self, deadline: float) -> Iterator[None]:
-        if not self.is_ready and threading.current_thread() is not self._opener:
+        if not self.is_ready and threading.get_ident() != self._opener_id:
             raise TimeoutError(errno.EINPROGRESS, REJECTION)
         wait_s = min(max(0.0, deadline - self._clock()), threading.TIMEOUT_MAX)
         until = time.monotonic() + wait_s
@@ -492,6 +496,7 @@ class FileStore:
         """Release the parent's resources in the child. A thread of the parent may have held each lock at the fork."""
         self._thread_lock = threading.Lock()
         self._is_open, self.is_ready = False, True
+        self.room = Room(self.owner, self._clock)
         self._ended = (errno.ECHILD, "the store was opened before a fork; open it again in this process")
         fd, self._lock_fd = self._lock_fd, None
         if fd is not None:

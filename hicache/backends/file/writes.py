@@ -57,6 +57,7 @@ _COPY_AGE_S = 60.0
 _ROOM_BYTES = 64 << 20
 _ROOM_PAGES = 32
 _ROOM_PARTS = 64
+_ROOM_PAGES_MIN = 16
 # The classes of errors that eviction can end; a read-only file system is not one of them.
 _NO_ROOM = frozenset({"ENOSPC", "EDQUOT", "SQLITE_FULL"})
 # Released in addition, so that a page whose thread detected the full disk late can still be written.
@@ -141,7 +142,7 @@ class CapacityManager:
         if self.capacity_bytes is not None:
             limit = min(limit, self.capacity_bytes)
         size = min(max(_ROOM_BYTES, _ROOM_PAGES * frame_bytes), limit // _ROOM_PARTS)
-        return size if 0 < frame_bytes <= size and self._full is None else 0
+        return size if 0 < frame_bytes <= size // _ROOM_PAGES_MIN and self._full is None else 0
 
     def _compare(self, index: Index) -> None:
         """Raise IndexDamaged if the index contradicts itself: wrong sums would evict all pages, or reject new ones."""

@@ -21,6 +21,7 @@ from hicache_lab.conformance import GET_ERROR, HIT, MISS, STORED, full_frames, l
 from hicache_lab.devservers.ports import LOOPBACK
 from tests.backends.remote.daemon import CODEC, Daemon, Frames, ThroughFrames
 from tests.listening import Listener
+from tests.waiting import wait_for
 
 PAGE = CODEC.frame_bytes
 WAYS = ["frames", "bodies", "bodies over several connections"]
@@ -53,11 +54,18 @@ def opened(daemon: Daemon, frames: Frames, way: str) -> Iterator[Storage]:
         yield backend
 
 
-def parents(daemon: Daemon, keys: list[bytes]) -> dict[bytes, bytes | None]:
+def parents(daemon: Daemon, backend: Storage, keys: list[bytes]) -> dict[bytes, bytes | None]:
     """Return the parent of each of these pages in the index of the daemon's store."""
     (path,) = daemon.store.glob("index-*.sqlite")
-    with contextlib.closing(sqlite3.connect(path)) as db:
-        found = dict(db.execute("SELECT key, parent FROM pages"))
+    found: dict[bytes, bytes | None] = {}
+
+    def has_rows() -> bool:
+        backend.usage()  # a transaction of the store, which adds the rows
+        with contextlib.closing(sqlite3.connect(path)) as db:
+            found.update(db.execute("SELECT key, parent FROM pages"))
+        return found.keys() >= set(keys)
+
+    wait_for(has_rows)
     return {key: found[key] for key in keys}
 
 
@@ -70,7 +78,7 @@ def test_the_store_of_a_daemon_knows_the_parent_of_each_page(daemon: Daemon, fra
             pages = full_frames(CODEC, part)
             assert not {*backend.batch_set(part, pages, parent=parent, deadline=soon())} - {STORED, SetOutcome.PRESENT}
         assert dict(backend.statistics().errors) == {}
-        assert parents(daemon, keys) == {one: None, two: one, three: two, four: three, five: three, six: five}
+        assert parents(daemon, backend, keys) == {one: None, two: one, three: two, four: three, five: three, six: five}
         assert backend.batch_exists(keys, deadline=soon()) == 6
 
 
