@@ -89,7 +89,7 @@ class EngineGate(StorageGate):
 
     Registers no memory: stores do not transfer pages in parts through registered memory. Serves metrics as the section
     `metrics` configures them, on the first free port of `processes`, because an engine has several processes with one
-    configuration; with 0 processes, its owner serves them. Raises ConfigError and BackendError.
+    configuration; with 0 processes, its owner serves them. Raises ConfigError, and BackendError of the store.
     """
 
     def __init__(

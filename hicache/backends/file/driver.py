@@ -38,6 +38,7 @@ from ..driver import Answer, Incidents
 from ..errors import ErrorKind, StoreError
 from ..order import AdaptivePages
 from ..pages import PageReads, PageWrites
+from .capacity import CapacityManager
 from .index import Index, PageRow
 from .mounts import UNKNOWN, misplaced
 from .pages import (
@@ -56,7 +57,7 @@ from .pages import (
 from .reconcile import rows_of, stored_pages
 from .store import FileStore, Removal, now_us
 from .system import System
-from .writes import CapacityManager, FileWrites, class_of
+from .writes import FileWrites, class_of
 
 # A daemon opens a store for each namespace.
 _limits_log = LimitedLog(logging.getLogger(__name__), 3600.0)
