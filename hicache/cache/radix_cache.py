@@ -354,7 +354,7 @@ class HiRadixCache(TieredCache):
         self.explainer.begin(account, key, tree, hits, self._reusable_pages(key), missed)
 
     def _may_have_room(self, pages: int) -> bool:
-        """Return True if L1 may have room for a request. Without running ones it has: only those keep pages for long."""
+        """Return True if L1 may have room for a request. Without running ones it has: they alone keep pages long."""
         return not self.running or self._l1.may_have_room(pages)
 
     # State
